@@ -1,0 +1,81 @@
+"""Model families, one file each: config mapping, weight map, attention features.
+
+A file of this package that defines `FAMILY` is a family; adding one adds it everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from lpxbuild.errors import SourceError
+from lpxbuild.families.family import Family, architecture_of
+from lpxbuild.families.parallel import check_parallel, stage_layers, tensor_parallel_sizes
+from lpxbuild.families.shape import ModelShape, TensorSpec
+
+__all__ = [
+    "IGNORED_SUFFIXES",
+    "Family",
+    "ModelShape",
+    "TensorSpec",
+    "attention_features",
+    "check_parallel",
+    "families",
+    "family_for",
+    "family_named",
+    "stage_layers",
+    "tensor_parallel_sizes",
+]
+
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
+"""Buffers of old checkpoints that hold nothing learned."""
+
+
+@lru_cache(maxsize=1)
+def families() -> Mapping[str, Family]:
+    """All families by name (HF's `model_type`)."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(__path__):
+        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
+        if isinstance(family, Family):
+            found[family.name] = family
+    return found
+
+
+def family_named(name: str) -> Family:
+    """The family of that name; KeyError for a name that no file declares."""
+    return families()[name]
+
+
+def family_for(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a HF config, by `architectures[0]`, else by `model_type`.
+
+    Raises:
+        SourceError: names the architecture found and the supported ones.
+    """
+    architecture, model_type = architecture_of(hf_config), hf_config.get("model_type")
+    for family in families().values():
+        known = architecture in family.architectures if architecture else model_type == family.name
+        if known and model_type in (None, family.name):
+            return family
+    supported = ", ".join(f"{family.architectures[0]} ({family.name})" for family in families().values())
+    raise SourceError(
+        f"Architecture {architecture} (model_type {model_type}) is not supported.",
+        why=f"Supported: {supported}.",
+        next="Choose a model of one of these families.",
+    )
+
+
+def attention_features(shape: ModelShape, max_seq_len: int | None = None) -> tuple[str, ...]:
+    """What attention needs beyond plain causal with one scale; empty = plain.
+
+    Args:
+        shape: the model.
+        max_seq_len: longest sequence that will be run; a window that it never leaves is no window.
+    """
+    if shape.sliding_window is None or (max_seq_len is not None and max_seq_len <= shape.sliding_window):
+        return ()
+    return ("sliding_window",) if shape.layer_types is None else ("sliding_window", "mixed_layers")

@@ -19,8 +19,10 @@ class TensorSpec:
 class ModelShape:
     """A checked, normalised HF config.
 
-    Sizes are counts of elements; `dtype` is the source's ("float32", "bfloat16", "float16");
-    `rotary_scaling` is HF's dict with `rope_type` (None = plain RoPE); `sliding_window` counts the current token.
+    Sizes are counts of elements; `dtype` is the source's ("float32", "bfloat16", "float16").
+    `rotary_scaling` is HF's dict with `rope_type` and every number spelled out (None = plain RoPE).
+    `sliding_window` counts the current token; it holds for the layers that `layer_types` calls "sliding_attention",
+    for every layer where `layer_types` is None. A window that no layer uses is None.
     """
 
     family: str

@@ -1,0 +1,144 @@
+"""Rotary embedding of a config: base and scaling, in the words TensorRT-LLM's builder understands.
+
+Three spellings are read: top-level `rope_theta` with `rope_scaling` (transformers < 5), its older key `type`,
+and `rope_parameters` holding everything (transformers 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lpxbuild.errors import SourceError
+from lpxbuild.families.reading import positive_float, positive_int
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(
+    config: Mapping[str, Any], *, default_theta: float, max_position_embeddings: int
+) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of a config; scaling None means plain RoPE.
+
+    Raises:
+        SourceError: a kind that is not supported, a number that is missing, two bases that disagree.
+    """
+    parameters = _mapping(config, "rope_parameters")
+    scaling = _mapping(config, "rope_scaling")
+    if parameters and not scaling:
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    base = _base(config, parameters, default_theta)
+    for holder in (config, parameters):
+        partial = holder.get("partial_rotary_factor")
+        if partial is not None and partial != 1:
+            raise SourceError(
+                f"config.json: partial_rotary_factor is {partial!r}.",
+                why="This family turns whole heads; a partial rotary embedding has no place in its layout.",
+                next="Compare config.json with the original repository of the model.",
+            )
+    kind = _kind(scaling)
+    if kind == "default":
+        return base, None
+    return base, _READERS[kind](scaling, max_position_embeddings)
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or any(isinstance(inner, Mapping) for inner in value.values()):
+        raise SourceError(
+            f"config.json: {key} is {value!r}.",
+            why="One set of RoPE numbers for all layers is needed.",
+            next="Compare config.json with the original repository of the model.",
+        )
+    return dict(value)
+
+
+def _base(config: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
+    bases = {
+        name: positive_float(holder, "rope_theta", where=prefix)
+        for name, holder, prefix in (
+            ("rope_theta", config, ""),
+            ("rope_parameters.rope_theta", parameters, "rope_parameters."),
+        )
+        if holder.get("rope_theta") is not None
+    }
+    if len(set(bases.values())) > 1:
+        found = " and ".join(f"{name} {value:g}" for name, value in bases.items())
+        raise SourceError(
+            f"config.json names two RoPE bases: {found}.",
+            why="The weights were trained with one of them; the other gives nonsense on longer prompts.",
+            next="Remove the wrong one from config.json.",
+        )
+    return next(iter(bases.values()), default)
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    if not scaling:
+        return "default"
+    named = scaling.get("rope_type", scaling.get("type"))
+    if named is None or named == "none":
+        named = "default"
+    if named not in SUPPORTED:
+        raise SourceError(
+            f"config.json: rope_scaling has rope_type {named!r}, which lpx does not support.",
+            why=f"Supported rope types: {', '.join(SUPPORTED)}. Left out, the model would answer nonsense.",
+            next="Use a model with one of these, or its original config.json if this one was edited.",
+        )
+    return str(named)
+
+
+def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    return positive_float(scaling, key, default, where="rope_scaling.")
+
+
+def _linear(scaling: Mapping[str, Any], _max_position_embeddings: int) -> dict[str, Any]:
+    return {"rope_type": "linear", "factor": _number(scaling, "factor")}
+
+
+def _llama3(scaling: Mapping[str, Any], _max_position_embeddings: int) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": _number(scaling, "factor"),
+        "low_freq_factor": _number(scaling, "low_freq_factor"),
+        "high_freq_factor": _number(scaling, "high_freq_factor"),
+        "original_max_position_embeddings": positive_int(scaling, "original_max_position_embeddings"),
+    }
+
+
+def _yarn(scaling: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+    """Every number spelled out, because the defaults of transformers and of TensorRT-LLM differ.
+
+    Both scale attention by (0.1·mscale·ln(factor) + 1) / (0.1·mscale_all_dim·ln(factor) + 1). transformers ignores
+    `mscale` unless both are given, and knows an explicit `attention_factor`; both are expressed in `mscale` here.
+    """
+    factor = _number(scaling, "factor")
+    if scaling.get("truncate") is False:
+        raise SourceError(
+            "config.json: rope_scaling has truncate false.",
+            why="TensorRT-LLM's yarn always rounds the correction range to whole dimensions.",
+            next="Use a model with truncate true.",
+        )
+    mscale, mscale_all_dim = 1.0, 0.0
+    if scaling.get("attention_factor") is not None:
+        attention_factor = _number(scaling, "attention_factor")
+        if factor > 1:
+            mscale = (attention_factor - 1.0) / (0.1 * math.log(factor))
+    elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        mscale, mscale_all_dim = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": positive_int(
+            scaling, "original_max_position_embeddings", max_position_embeddings
+        ),
+        "beta_fast": _number(scaling, "beta_fast", 32.0),
+        "beta_slow": _number(scaling, "beta_slow", 1.0),
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+
+
+_READERS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
