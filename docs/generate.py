@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +27,6 @@ def recipe_reference() -> str:
 
 def cli_reference() -> str:
     """Every command's `--help`, as a terminal of 100 columns shows it."""
-    import click
     import typer
 
     from lpxbuild.cli import app
@@ -39,7 +39,7 @@ def cli_reference() -> str:
         "",
     ]
 
-    def describe(command: click.Command, path: list[str]) -> None:
+    def describe(command: Any, path: list[str]) -> None:
         environment = {**os.environ, "COLUMNS": "100", "TERMINAL_WIDTH": "100", "LPX_CACHE": ""}
         shown = subprocess.run(
             [sys.executable, "-m", "lpxbuild", *path[1:], "--help"],
