@@ -1,0 +1,136 @@
+"""Engines: a TensorRT-LLM checkpoint becomes something that a backend executes.
+
+One entry of `BACKENDS` per backend; its module is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from lpxbuild.errors import RecipeError, SourceError
+from lpxbuild.output import Output
+
+
+class Limits(Protocol):
+    """Sizes in requests and tokens; the recipe's `limits`."""
+
+    @property
+    def max_batch_size(self) -> int: ...
+    @property
+    def max_input_len(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def max_num_tokens(self) -> int: ...
+    @property
+    def max_beam_width(self) -> int: ...
+
+
+class Runtime(Protocol):
+    """How the engine will run; the recipe's `runtime`. Cache in bytes; threads None = all cores."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def kv_cache_bytes(self) -> int: ...
+    @property
+    def enable_kv_cache_reuse(self) -> bool: ...
+    @property
+    def enable_chunked_context(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What was compiled.
+
+    Args:
+        executor: the runtime loop that runs it ("paged": requests join a running batch).
+        precision: "exact" or "fast".
+        weight_bytes: size of the stored weights.
+        kv_blocks: blocks of the paged KV cache.
+    """
+
+    executor: str
+    precision: str
+    weight_bytes: int
+    kv_blocks: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where a backend's compiler lives, and which attention features it executes exactly.
+
+    Args:
+        module: has `compile_engine(checkpoint, destination, *, limits, runtime, output) -> EngineReport`.
+        attention: feature -> executor. A feature that is absent is refused. How each was measured:
+            docs/attention-features.md.
+        refused: feature -> why, for features that were tried and are not executed exactly.
+    """
+
+    module: str
+    attention: Mapping[str, str]
+    refused: Mapping[str, str]
+
+
+BACKENDS: dict[str, Backend] = {
+    "openvino": Backend(
+        module="lpxbuild.engine.openvino.compile",
+        attention={"sliding_window": "paged", "mixed_layers": "paged"},
+        refused={},
+    ),
+}
+
+
+def check_features(features: Iterable[str], backend: str) -> str:
+    """The executor for a model with these attention features; cheap, called before anything is converted.
+
+    Args:
+        features: `attention_features` of the family; empty = plain causal attention.
+
+    Raises:
+        RecipeError: this version compiles no engine for the backend.
+        SourceError: a feature would only run approximately.
+    """
+    entry = _backend(backend)
+    for feature in features:
+        if feature not in entry.attention:
+            raise SourceError(
+                f"the model uses the attention feature {feature!r}, which backend {backend} does not execute exactly",
+                why=entry.refused.get(feature, f"it executes {', '.join(sorted(entry.attention))} and plain attention"),
+                next="use another model, or another backend (backend: in the recipe)",
+            )
+    executors = {entry.attention[feature] for feature in features} | {"paged"}
+    return "stateful" if "stateful" in executors else "paged"
+
+
+def compile_engine(
+    backend: str, checkpoint: Path, destination: Path, *, limits: Limits, runtime: Runtime, output: Output
+) -> EngineReport:
+    """Compile a checkpoint folder into `destination`, an existing empty folder that the caller renames when done.
+
+    Raises:
+        RecipeError: this version compiles no engine for the backend, or the limits do not fit the KV cache.
+        SourceError: the checkpoint is incomplete or uses something that the backend does not execute.
+    """
+    compiler: Any = import_module(_backend(backend).module)
+    report: EngineReport = compiler.compile_engine(
+        checkpoint, destination, limits=limits, runtime=runtime, output=output
+    )
+    return report
+
+
+def _backend(name: str) -> Backend:
+    try:
+        return BACKENDS[name]
+    except KeyError:
+        raise RecipeError(
+            f"backend {name!r} cannot be compiled by this version of lpx",
+            why=f"it compiles {', '.join(sorted(BACKENDS))}",
+            next="set backend: openvino in the recipe, or stop before the engine with --to checkpoint",
+        ) from None

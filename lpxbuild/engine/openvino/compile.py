@@ -1,0 +1,182 @@
+"""Writes the engine folder: engine.json, the OpenVINO model, what GenAI reads beside it, and the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import lpxbuild
+from lpxbuild import checkpoint as checkpoints
+from lpxbuild.engine import EngineReport, Limits, Runtime, check_features
+from lpxbuild.engine.openvino.graph import WeightForm, build_graph
+from lpxbuild.engine.openvino.weights import MergedWeights
+from lpxbuild.errors import HostError, RecipeError, SourceError
+from lpxbuild.output import Output
+
+KV_BLOCK_TOKENS = 32  # of OpenVINO GenAI's paged cache on a CPU
+
+_WEIGHT_FORMS: dict[str | None, WeightForm] = {None: "checkpoint", "W8A16": "int8_wo", "W4A16": "int4_wo"}
+
+# `exact`: float32 in every product and in the cache; weights are the checkpoint's values (or TensorRT-LLM's
+# dequantized ones). OpenVINO would otherwise choose bfloat16 products, a uint8 cache and activations quantized in
+# groups of 32. `fast`: see the measured alternatives in docs/attention-features.md.
+_PROPERTIES: dict[str, dict[str, str | int]] = {
+    "exact": {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+    },
+    "fast": {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 32,
+    },
+}
+
+
+def compile_engine(
+    checkpoint: Path, destination: Path, *, limits: Limits, runtime: Runtime, output: Output
+) -> EngineReport:
+    """See `lpxbuild.engine.compile_engine`."""
+    versions = _versions()
+    reader = checkpoints.read(checkpoint)
+    config = reader.config
+    executor = check_features(_features(config), "openvino")
+    weights = MergedWeights(reader, destination)
+    blocks = _kv_blocks(weights, limits, runtime)
+    _notice_positions(config, limits, output)
+
+    output.step("engine: building the OpenVINO graph")
+    model, constants = build_graph(config, weights, _weight_form(config, runtime.precision))
+    _save(model, destination / "openvino_model.xml")
+    del model, constants
+
+    extra = config["lpx"]
+    properties = dict(_PROPERTIES[runtime.precision])
+    if runtime.threads is not None:
+        properties["INFERENCE_NUM_THREADS"] = runtime.threads
+    engine = {
+        "format_version": 1,
+        "backend": "openvino",
+        "executor": executor,
+        "precision": runtime.precision,
+        "properties": properties,
+        "scheduler": {
+            "cache_size_bytes": runtime.kv_cache_bytes,
+            "num_kv_blocks": blocks,
+            "max_num_batched_tokens": limits.max_num_tokens,
+            "max_num_seqs": limits.max_batch_size,
+            "dynamic_split_fuse": runtime.enable_chunked_context,
+            "enable_prefix_caching": runtime.enable_kv_cache_reuse,
+        },
+        "limits": {
+            "max_batch_size": limits.max_batch_size,
+            "max_input_len": limits.max_input_len,
+            "max_seq_len": limits.max_seq_len,
+            "max_beam_width": limits.max_beam_width,
+            "max_num_tokens": limits.max_num_tokens,
+        },
+        "vocab_size": weights.vocab_size,
+        "end_ids": extra["end_ids"],
+        "pad_id": extra["pad_id"],
+        "bos_id": extra["bos_id"],
+        "checkpoint": {path.name: _sha256(path) for path in sorted(checkpoint.glob("rank*.safetensors"))},
+        "versions": versions,
+    }
+    _write_json(destination / "engine.json", engine)
+    _write_json(destination / "config.json", {"model_type": extra["family"]})
+    _write_json(
+        destination / "generation_config.json",
+        {"eos_token_id": extra["end_ids"], "bos_token_id": extra["bos_id"], "pad_token_id": extra["pad_id"]},
+    )
+    if (checkpoint / "tokenizer").is_dir():
+        shutil.copytree(checkpoint / "tokenizer", destination / "tokenizer")
+    weight_bytes = (destination / "openvino_model.bin").stat().st_size
+    output.step(f"engine: {weight_bytes / 1e6:.0f} MB of weights, {blocks} KV blocks, executor {executor}")
+    return EngineReport(executor=executor, precision=runtime.precision, weight_bytes=weight_bytes, kv_blocks=blocks)
+
+
+def _features(config: dict[str, Any]) -> list[str]:
+    extra = config["lpx"]
+    if extra["sliding_window"] is None:
+        return []
+    kinds = set(extra["layer_types"] or ["sliding_attention"])
+    return ["alternating_windows"] if len(kinds) > 1 else ["sliding_window"]
+
+
+def _weight_form(config: dict[str, Any], precision: str) -> WeightForm:
+    algorithm = config["quantization"]["quant_algo"]
+    if algorithm not in _WEIGHT_FORMS:
+        raise SourceError(
+            f"the checkpoint's quant_algo is {algorithm}, which the openvino engine does not execute",
+            why=f"it executes {', '.join(str(name) for name in _WEIGHT_FORMS if name)} and unquantized checkpoints",
+            next="set quantization.format to none, int8_wo or int4_wo",
+        )
+    form = _WEIGHT_FORMS[algorithm]
+    return "int8" if form == "checkpoint" and precision == "fast" else form
+
+
+def _kv_blocks(weights: MergedWeights, limits: Limits, runtime: Runtime) -> int:
+    """Blocks that fit into the cache; one block = keys and values of 32 tokens in every layer, in float32."""
+    block = 2 * weights.layers * weights.kv_heads * weights.head_size * KV_BLOCK_TOKENS * 4
+    blocks = runtime.kv_cache_bytes // block
+    # GenAI ends a request without a word when its blocks run out, so one request of full length must fit.
+    needed = -(-limits.max_seq_len // KV_BLOCK_TOKENS) * limits.max_beam_width + 1
+    if blocks < needed:
+        raise RecipeError(
+            f"the KV cache of {runtime.kv_cache_bytes / 2**30:.2f} GiB holds {blocks * KV_BLOCK_TOKENS} tokens, "
+            f"fewer than one request of max_seq_len {limits.max_seq_len} with {limits.max_beam_width} beam(s)",
+            why=f"{KV_BLOCK_TOKENS} tokens take {block / 1e6:.1f} MB in this model",
+            next=f"set runtime.kv_cache_gib to at least {needed * block / 2**30:.2f}, or lower limits.max_seq_len",
+        )
+    return blocks
+
+
+def _notice_positions(config: dict[str, Any], limits: Limits, output: Output) -> None:
+    scaling = config.get("rotary_scaling") or {}
+    trained = config["max_position_embeddings"]
+    if limits.max_seq_len > trained and (
+        scaling.get("type") != "yarn" or limits.max_seq_len > trained * scaling["factor"]
+    ):
+        output.notice(
+            f"limits.max_seq_len {limits.max_seq_len} is beyond the model's max_position_embeddings {trained}; "
+            f"answers beyond position {trained} are not what the model was trained for"
+        )
+
+
+def _save(model: Any, path: Path) -> None:
+    import openvino as ov
+
+    # OpenVINO numbers nameless nodes over the life of the process; fixed names make equal bytes of equal models.
+    for index, node in enumerate(model.get_ordered_ops()):
+        if node.get_type_name() not in ("Parameter", "Result"):
+            node.set_friendly_name(f"{node.get_type_name()}_{index}")
+    ov.save_model(model, path, compress_to_fp16=False)
+
+
+def _versions() -> dict[str, str]:
+    try:
+        versions = {name: metadata.version(name) for name in ("openvino", "openvino-genai")}
+    except metadata.PackageNotFoundError as error:
+        raise HostError(
+            f"the Python package {error.name} is not installed",
+            why="backend openvino compiles and runs its engine with it",
+            next="pip install 'lpxbuild[embedded]' (Python 3.10 to 3.12)",
+        ) from None
+    return {"lpx": lpxbuild.__version__, **versions}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
