@@ -4,9 +4,9 @@
 # Layers: system, dependencies (change with pyproject.toml), lpx itself (changes with the code).
 FROM python:3.11-slim AS cpu
 
-# The embedded tritonserver needs a few shared libraries that the slim image leaves out.
+# What the embedded tritonserver links to beside its own libraries.
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends libgomp1 \
+ && apt-get install --yes --no-install-recommends libstdc++6 zlib1g \
  && rm -rf /var/lib/apt/lists/*
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
