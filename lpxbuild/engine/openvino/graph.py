@@ -30,7 +30,7 @@ def build_graph(config: dict[str, Any], weights: MergedWeights, form: WeightForm
             why="it executes silu",
             next="use a model with hidden_act silu",
         )
-    builder = _Builder(config, weights, form)
+    builder = GraphBuilder(config, weights, form)
     return builder.model(), builder.constants
 
 
@@ -43,7 +43,9 @@ def window_of_layer(config: dict[str, Any], layer: int) -> int | None:
     return int(window)
 
 
-class _Builder:
+class GraphBuilder:
+    """Builds one model. `attend` and `rotate` are all that a kind of attention changes."""
+
     def __init__(self, config: dict[str, Any], weights: MergedWeights, form: WeightForm) -> None:
         from openvino import Dimension
 
@@ -92,7 +94,6 @@ class _Builder:
         return op.add(hidden, self._columns_linear(layer, "mlp.proj", gated))
 
     def _attention(self, layer: int, hidden: Any) -> Any:
-        import numpy as np
         from openvino import opset13 as op
 
         weights = self.weights.qkv(layer, "weight")
@@ -112,14 +113,19 @@ class _Builder:
             if norm is not None:
                 value = self._rms_norm(value, norm)
             projected.append(op.transpose(value, _ints(0, 2, 1, 3)))
-        query, key, value = self._rotate(projected[0]), self._rotate(projected[1]), projected[2]
+        query, key, value = self.rotate(layer, projected[0]), self.rotate(layer, projected[1]), projected[2]
         key = self._repeat_heads(self._cached(key, f"past_key_values.{layer}.keypresent.{layer}.key"))
         value = self._repeat_heads(self._cached(value, f"past_key_values.{layer}.valuepresent.{layer}.value"))
-        mask = self._mask(window_of_layer(self.config, layer))
-        scale = op.constant(np.array(self.head_size**-0.5, np.float32))
-        attended = op.scaled_dot_product_attention(query, key, value, mask, scale, causal=False)
+        attended = self.attend(layer, query, key, value)
         attended = op.reshape(op.transpose(attended, _ints(0, 2, 1, 3)), _ints(0, 0, self.heads * self.head_size), True)
         return self._columns_linear(layer, "attention.dense", attended)
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any) -> Any:
+        """Scaled dot product of [batch, heads, tokens, head_size] under the layer's mask."""
+        from openvino import opset13 as op
+
+        mask = self.mask(window_of_layer(self.config, layer))
+        return op.scaled_dot_product_attention(query, key, value, mask, _float(self.head_size**-0.5), causal=False)
 
     # Weights
 
@@ -192,7 +198,8 @@ class _Builder:
             scale = op.constant(np.array(factor, np.float32))
             self.cos, self.sin = op.multiply(self.cos, scale), op.multiply(self.sin, scale)
 
-    def _rotate(self, value: Any) -> Any:
+    def rotate(self, layer: int, value: Any) -> Any:
+        """RoPE on [batch, heads, tokens, head_size], halves paired as transformers does (rotate_half)."""
         from openvino import opset13 as op
 
         half = self.head_size // 2
@@ -227,7 +234,7 @@ class _Builder:
         repeated = op.broadcast(op.unsqueeze(value, _int(2)), target, "BIDIRECTIONAL")
         return op.reshape(repeated, _ints(0, self.heads, -1, self.head_size), True)
 
-    def _mask(self, window: int | None) -> Any:
+    def mask(self, window: int | None) -> Any:
         """0 where a query may look, the lowest float32 where not: [batch, 1, tokens, past + tokens].
 
         The chain of BitwiseAnd over Greater(key, query - window) is the form in which the paged-attention
