@@ -1,0 +1,64 @@
+"""What the source stage hands on: a Hugging Face folder that was checked as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lpxbuild.families.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that the build reads: name within the folder, size in bytes, SHA-256 where the hub's metadata told it."""
+
+    name: str
+    size: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `begin` and `end` are absolute byte offsets in `file`; `dtype` as safetensors spells it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checked Hugging Face folder.
+
+    Attributes:
+        path: the folder.
+        origin: what the recipe named (hub id, folder, `.gguf`).
+        revision: the commit of a hub repository, None elsewhere.
+        files: everything the build reads, sorted by name.
+        shape: the normalised config.
+        tensors: every tensor of the model by its Hugging Face name; known-harmless buffers are left out.
+        end_ids: all ids that end a generation; the first is the primary one.
+        pad_id: padding id; the primary end id where the model names none.
+        notices: what the user should know, already given to the output.
+    """
+
+    path: Path
+    origin: str
+    revision: str | None
+    files: tuple[SourceFile, ...]
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    shape: ModelShape
+    tensors: Mapping[str, TensorEntry]
+    end_ids: tuple[int, ...]
+    pad_id: int
+    bos_id: int | None
+    notices: tuple[str, ...]
