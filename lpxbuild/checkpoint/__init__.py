@@ -1,0 +1,9 @@
+"""TensorRT-LLM checkpoints: the streaming converter, and the reader that other stages use."""
+
+from __future__ import annotations
+
+from lpxbuild.checkpoint.convert import convert
+from lpxbuild.checkpoint.reader import CheckpointReader, read
+from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
+
+__all__ = ["CheckpointReader", "ConversionReport", "OverflowedTensor", "RankStatistics", "convert", "read"]

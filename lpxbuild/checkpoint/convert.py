@@ -1,0 +1,287 @@
+"""The streaming converter: Hugging Face tensors straight into preallocated TensorRT-LLM rank files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, TypeVar
+
+from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
+from lpxbuild.checkpoint.config import trtllm_config
+from lpxbuild.checkpoint.layout import RankTensor, plan
+from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
+from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
+from lpxbuild.checkpoint.resources import check_disk, fitting_workers, gigabytes
+from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources, Stopped, transfer
+from lpxbuild.errors import HostError, SourceError
+from lpxbuild.output import Output
+from lpxbuild.quantization import check_kv_cache, format_for
+from lpxbuild.source import tokenizer_files
+
+if TYPE_CHECKING:
+    from lpxbuild.source import Source
+
+Advance = Callable[[int], None]
+T = TypeVar("T")
+
+
+def convert(
+    source: Source,
+    destination: Path,
+    *,
+    dtype: str,
+    quantization_format: str = "none",
+    kv_cache: str = "none",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    workers: int = 1,
+    output: Output | None = None,
+) -> ConversionReport:
+    """Write a TensorRT-LLM checkpoint: config.json, rank{N}.safetensors, tokenizer/.
+
+    One block after the other goes from the mapped source to its place; nothing is held whole. `int8_wo` and `int4_wo`
+    keep plain weights and name the algorithm: TensorRT-LLM's builder quantizes them for its GPU while loading, and
+    what it would do with weights quantized here depends on the architecture of the GPU that runs them.
+    Kernel sizes are not looked at here (`quantization.check_shapes` is the build's check).
+
+    Args:
+        source: a checked source.
+        destination: a fresh folder; on failure it holds an unfinished checkpoint without config.json.
+        dtype: float32, float16, bfloat16, or auto for the source's.
+        workers: threads; fewer are used, with a notice, where memory is short.
+
+    Raises:
+        RecipeError: a format that this version cannot build.
+        SourceError: sizes that cannot be split so, or a tensor type that is no weight type.
+        HostError: not enough memory or disk, or writing failed; names the path and the reason.
+    """
+    output = output if output is not None else Output.quiet()
+    started = time.perf_counter()
+    format_for(quantization_format)
+    check_kv_cache(kv_cache)
+    shape = source.shape
+    dtype = shape.dtype if dtype == "auto" else dtype
+    stored = SAFETENSORS_NAMES[dtype]
+    tensors = list(plan(shape, tensor_parallel, pipeline_parallel))
+    _check_types(source, tensors)
+
+    destination.mkdir(parents=True, exist_ok=True)
+    by_rank = {
+        rank: list(group)
+        for rank, group in groupby(sorted(tensors, key=lambda tensor: tensor.rank), key=lambda tensor: tensor.rank)
+    }
+    files = {rank: RankFile.of(destination / rank_file_name(rank), group, stored) for rank, group in by_rank.items()}
+    total = sum(file.size for file in files.values())
+    workers = _plan_resources(source, tensors, destination, total, workers, output)
+    with output.progress("checkpoint", total - sum(len(file.header) for file in files.values())) as advance:
+        overflows = _write(source, tensors, files, stored, workers, advance)
+    _copy_tokenizer(source.path, destination)
+    config = trtllm_config(
+        shape,
+        dtype=dtype,
+        quantization_format=quantization_format,
+        kv_cache=kv_cache,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        generation={
+            "end_ids": list(source.end_ids),
+            "pad_id": source.pad_id,
+            "bos_id": source.bos_id,
+            "source": source.origin,
+        },
+    )
+    # Last, so that a folder with a config.json has all of its ranks.
+    text = json.dumps(config, indent=2) + "\n"
+    _guarded(destination / "config.json", partial((destination / "config.json").write_text, text))
+    _notice_overflows(overflows, dtype, output)
+    used = {piece.source for tensor in tensors for piece in tensor.pieces}
+    report = ConversionReport(
+        dtype=dtype,
+        quantization_format=quantization_format,
+        parameters=sum(prod(source.tensors[name].shape) for name in used),
+        ranks=tuple(RankStatistics(file.path.name, file.size, len(by_rank[rank])) for rank, file in files.items()),
+        casts=dict(Counter(kind for name in used if (kind := source.tensors[name].dtype) != stored)),
+        overflows=overflows,
+        workers=workers,
+        memory_needed=workers * WORKER_BYTES,
+        seconds=time.perf_counter() - started,
+    )
+    output.step(f"checkpoint: {len(files)} rank file(s), {gigabytes(report.bytes)} in {report.seconds:.1f} s")
+    return report
+
+
+def _check_types(source: Source, tensors: Sequence[RankTensor]) -> None:
+    for name in sorted({piece.source for tensor in tensors for piece in tensor.pieces}):
+        entry = source.tensors.get(name)
+        if entry is None:
+            raise SourceError(
+                f"Tensor {name} is missing from the source.",
+                why="The model cannot be written without it.",
+                next=f"Download the files of {source.origin} again.",
+            )
+        if entry.dtype not in NUMPY_TYPES:
+            raise SourceError(
+                f"Tensor {name} has type {entry.dtype}.",
+                why=f"Weights are read as one of {', '.join(NUMPY_TYPES)}.",
+                next="Use the unquantized weights of the model.",
+            )
+
+
+def _plan_resources(
+    source: Source, tensors: Sequence[RankTensor], destination: Path, total: int, workers: int, output: Output
+) -> int:
+    """Say what is going to happen, and how many workers the host has room for.
+
+    Raises:
+        HostError: not even one fits, or the disk is too small.
+    """
+    used = {piece.source for tensor in tensors for piece in tensor.pieces}
+    largest = max(source.tensors[name].nbytes for name in used)
+    fit, needed, available = fitting_workers(
+        min(workers, len(tensors)), memory_each=WORKER_BYTES, largest_mapping=largest
+    )
+    if fit == 0:
+        raise HostError(
+            f"The conversion needs {gigabytes(needed)} of memory, {gigabytes(available)} are available.",
+            why="The limit is the least of free memory, the control group's and `ulimit -v`.",
+            next="Free memory or raise the limit, and build again.",
+        )
+    if fit < workers and fit < len(tensors):
+        output.notice(
+            f"checkpoint: {fit} of {workers} workers: {gigabytes(available)} of memory are available, "
+            f"each worker needs {gigabytes(needed // fit)}"
+        )
+    output.step(
+        f"checkpoint: plan: {gigabytes(total)} into {len({t.rank for t in tensors})} rank file(s), {fit} worker(s), "
+        f"memory needed {gigabytes(needed)}, available {gigabytes(available)}"
+    )
+    check_disk(destination, total)
+    return fit
+
+
+def _write(
+    source: Source,
+    tensors: Sequence[RankTensor],
+    files: dict[int, RankFile],
+    dtype: str,
+    workers: int,
+    advance: Advance,
+) -> tuple[OverflowedTensor, ...]:
+    sources = Sources(source.tensors)
+    descriptors: dict[int, int] = {}
+    try:
+        for rank, file in files.items():
+            descriptors[rank] = _guarded(file.path, file.create)
+        stop = Event()
+        found: list[OverflowedTensor] = []
+
+        def work(tensor: RankTensor) -> None:
+            file = files[tensor.rank]
+            try:
+                overflow = transfer(
+                    tensor, sources, descriptors[tensor.rank], file.offsets[tensor.name], dtype, advance, stop
+                )
+            except OSError as error:
+                raise _host_error(file.path, error) from error
+            if overflow is not None:
+                found.append(OverflowedTensor(tensor.rank, tensor.name, overflow.count, overflow.largest))
+
+        _run(tensors, work, workers, stop)
+        return tuple(sorted(found, key=lambda item: (item.rank, item.tensor)))
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        sources.close()
+
+
+def _run(tensors: Sequence[RankTensor], work: Callable[[RankTensor], None], workers: int, stop: Event) -> None:
+    """Do all tensors with `workers` threads; the first error, or Ctrl-C, stops the others between two blocks."""
+    if workers == 1:
+        for tensor in tensors:
+            work(tensor)
+        return
+    lock = Lock()
+    remaining: Iterator[RankTensor] = iter(tensors)
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            while not stop.is_set():
+                with lock:
+                    tensor = next(remaining, None)
+                if tensor is None:
+                    return
+                work(tensor)
+        except Stopped:
+            return
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [Thread(target=loop, name=f"convert-{number}") for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _copy_tokenizer(folder: Path, destination: Path) -> None:
+    files = tokenizer_files(folder)
+    generation = folder / "generation_config.json"
+    if not files:
+        return
+    target = destination / "tokenizer"
+    target.mkdir()
+    for file in [*files, *([generation] if generation.is_file() else [])]:
+        _guarded(target / file.name, partial(shutil.copyfile, file, target / file.name))
+
+
+def _notice_overflows(overflows: Sequence[OverflowedTensor], dtype: str, output: Output) -> None:
+    if not overflows:
+        return
+    worst = max(overflows, key=lambda item: item.largest)
+    count = sum(item.count for item in overflows)
+    output.notice(
+        f"checkpoint: {count} number(s) in {len(overflows)} tensor(s) are too large for {dtype} and became infinite "
+        f"(largest {worst.largest:g}, in {worst.tensor} of rank {worst.rank}); set model.dtype to bfloat16 or float32"
+    )
+
+
+def _guarded(path: Path, action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except OSError as error:
+        raise _host_error(path, error) from error
+
+
+_REASONS = {
+    errno.ENOSPC: ("No space is left on the device.", "Free space there, or set LPX_CACHE to a larger disk."),
+    errno.EDQUOT: ("The disk quota is used up.", "Free space there, or set LPX_CACHE to another disk."),
+    errno.EFBIG: (
+        "The file is too large: a limit of this process (ulimit -f) or of the file system.",
+        "Raise the limit, or set LPX_CACHE to another file system.",
+    ),
+}
+
+
+def _host_error(path: Path, error: OSError) -> HostError:
+    reason, remedy = _REASONS.get(error.errno or 0, (f"{error.strerror or error}.", "Check the folder and its disk."))
+    return HostError(f"{path} could not be written.", why=reason, next=remedy)
