@@ -1,0 +1,367 @@
+"""`build`: every stage up to the smoke test, each only when something it depends on has changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lpxbuild.errors import LpxError, UsageError
+from lpxbuild.output import Output
+from lpxbuild.pipeline import host, locking, source_input
+from lpxbuild.pipeline.artifact import Artifact
+from lpxbuild.pipeline.cache import Cache
+from lpxbuild.pipeline.digest import RememberedDigests, combined
+from lpxbuild.pipeline.keys import components, key_of, version
+from lpxbuild.pipeline.making import Maker
+from lpxbuild.pipeline.manifest import NOT_PROVEN, PROVEN, Manifest, built_to
+from lpxbuild.pipeline.placing import room_errors
+from lpxbuild.pipeline.source_input import SourceInput
+from lpxbuild.pipeline.stages import NAMES, SHOWN, STAGES, SmokeFailed, Stage, Work, stages_to
+from lpxbuild.pipeline.workspace import LOGS, Workspace
+
+if TYPE_CHECKING:
+    from lpxbuild.recipe import Recipe
+    from lpxbuild.source import Source
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build ended with.
+
+    Attributes:
+        path: the build folder.
+        manifest: its manifest.
+        state: "built to STAGE", "built, not proven" or "proven".
+        made: stages that ran; the others were taken from the cache.
+    """
+
+    path: Path
+    manifest: Manifest
+    state: str
+    made: tuple[str, ...]
+
+
+def build(
+    recipe: Recipe,
+    *,
+    to: str | None = None,
+    force: bool = False,
+    locked: bool = False,
+    paranoid: bool = False,
+    backend: str | None = None,
+    recipe_path: Path | None = None,
+    cache_dir: Path | None = None,
+    build_dir: Path = Path("build"),
+    output: Output | None = None,
+) -> BuildResult:
+    """Build a recipe.
+
+    Args:
+        to: stop after this stage; None goes on to the smoke test.
+        force: run every stage again.
+        locked: refuse any drift from the recipe's lock file.
+        paranoid: hash sources, cached artifacts and the build folder in full.
+        backend: used in place of the recipe's.
+        recipe_path: the recipe's file; relative sources and the lock file start from its folder.
+        cache_dir: default `$LPX_CACHE`, else `~/.cache/lpx`.
+        build_dir: the build is shown at `build_dir/NAME`.
+
+    Raises:
+        RecipeError, SourceError, UsageError: refused, before anything is downloaded where that can be known.
+        HostError: package, memory or disk missing.
+        VerdictError: built, and the smoke test failed.
+    """
+    if backend is not None and backend != recipe.backend:
+        recipe = type(recipe).model_validate(recipe.model_dump() | {"backend": backend})
+    run = _Build(
+        recipe,
+        to,
+        Cache(cache_dir),
+        build_dir,
+        recipe_path=recipe_path,
+        output=output if output is not None else Output.quiet(),
+        force=force,
+        paranoid=paranoid,
+    )
+    return run.run(locked=locked)
+
+
+class _Build:
+    """One run of `build`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        to: str | None,
+        cache: Cache,
+        build_dir: Path,
+        *,
+        recipe_path: Path | None,
+        output: Output,
+        force: bool,
+        paranoid: bool,
+    ) -> None:
+        self.recipe = recipe
+        self.stages = stages_to(to)
+        self.cache = cache
+        self.output = output
+        self.paranoid = paranoid
+        self.workspace = Workspace(build_dir / recipe.name, cache, output)
+        self.recipe_path = recipe_path
+        self.lock_path = locking.place(recipe_path, self.workspace.root)
+        self.remembered = RememberedDigests(cache.digests)
+        self.maker = Maker(cache, output, self._before_making, self._room_for, force=force, paranoid=paranoid)
+        self.artifacts: dict[str, Artifact] = {}
+        self.paths: dict[str, Path] = {}
+        self.commit: str | None = None
+        self.files: dict[str, str] = {}
+        self._source: Source | None = None
+        self._checked = False
+
+    def run(self, *, locked: bool) -> BuildResult:
+        names = tuple(stage.name for stage in self.stages)
+        host.check_recipe(self.recipe, names)
+        base = self.recipe_path.parent if self.recipe_path is not None else Path()
+        pinned = locking.read_for(self.lock_path, self.recipe, required=locked)
+        self.input = source_input.resolve(
+            self.recipe.model.source, locking.revision(self.recipe, pinned), base=base.absolute()
+        )
+        host.check_packages(self.recipe, names, gguf=self.input.kind == "gguf")
+        versions = self._versions()
+        if locked and pinned is not None:
+            locking.refuse_drift(self.lock_path, pinned.version_drift(versions))
+        with ExitStack() as stack:
+            stack.callback(self.maker.close)
+            stack.enter_context(room_errors(self.workspace.root))
+            stack.enter_context(room_errors(self.cache.root))
+            self.cache.sweep(output=self.output)
+            self._fetch_source()
+            lock = locking.renewed(pinned, self.recipe, self.commit, self.files, versions)
+            if locked and pinned is not None:
+                locking.refuse_drift(self.lock_path, pinned.drift(lock))
+            failure = self._run_stages()
+            if not locked:
+                locking.save(self.lock_path, lock, self.output)
+            self._carry_over()
+            result = self._finish(versions, failure)
+            if failure is not None:
+                raise failure
+            return result
+
+    # source -----------------------------------------------------------------------------------------------------
+
+    def _fetch_source(self) -> None:
+        """The Hugging Face folder of the source, and digests of everything in it."""
+        given = self.input
+        if given.kind == "gguf":
+            self.files = source_input.digests(given.path, self.remembered, fresh=self.paranoid)
+            artifact = self._obtain(STAGES[0])
+            self.paths["source"] = artifact.path
+            return
+        folder = source_input.snapshot(given, self.cache.digests) if given.kind == "hub" else given.path
+        if folder is None:
+            from lpxbuild.source import fetch
+
+            folder = fetch(given.location, given.revision, output=self.output)
+            source_input.remember_snapshot(given, folder, self.cache.digests)
+        elif given.kind == "folder" and self.recipe.model.revision is not None:
+            self.output.notice(f"model.revision {self.recipe.model.revision} has no meaning for a local source")
+        self.paths["source"] = folder
+        self.commit = source_input.commit_of(folder) if given.kind == "hub" else None
+        self.files = source_input.digests(
+            folder, self.remembered, fresh=self.paranoid, before_reading=lambda: self._before_making(STAGES[1])
+        )
+        if self.stages[-1].name == "source":
+            self._checked_source()
+
+    def _checked_source(self) -> Source:
+        if self._source is None:
+            from lpxbuild.source import check
+
+            self._source = check(
+                self.paths["source"],
+                origin=self.input.origin,
+                revision=self.commit,
+                need_tokenizer=self.stages[-1].name not in ("source", "checkpoint"),
+                tensor_parallel=self.recipe.parallel.tensor,
+                pipeline_parallel=self.recipe.parallel.pipeline,
+                output=self.output,
+            )
+        return self._source
+
+    # checks -----------------------------------------------------------------------------------------------------
+
+    def _before_making(self, stage: Stage) -> None:
+        """Everything that can be refused without reading a weight; once, before the first stage that runs."""
+        if self._checked or stage.name == "source":
+            return
+        self._checked = True
+        names = [entry.name for entry in self.stages]
+        if "smoke" in names:
+            from lpxbuild.server import embedded
+
+            embedded.find(self.cache.root)
+        if stage.name not in ("checkpoint", "engine"):
+            return
+        source = self._checked_source()
+        from lpxbuild.quantization import check_shapes
+
+        check_shapes(source.shape, self.recipe.quantization.format, self.recipe.parallel.tensor)
+        if "engine" in names:
+            from lpxbuild.engine import check_features
+            from lpxbuild.families import attention_features
+
+            features = attention_features(source.shape, self.recipe.limits.max_seq_len)
+            check_features(features, self.recipe.backend)
+
+    def _room_for(self, stage: Stage) -> int:
+        """Bytes that the stage's output has at least; the converter knows its own need and checks it itself."""
+        if stage.name == "source":
+            return self.input.path.stat().st_size
+        return self.artifacts["checkpoint"].size // 4 if stage.name == "engine" else 0
+
+    # stages -----------------------------------------------------------------------------------------------------
+
+    def components(self, stage: Stage) -> dict[str, str]:
+        """The components of a stage's key; the artifact before it must be there."""
+        if stage.name == "source":
+            inputs = dict(self.files)
+        elif stage.after in self.artifacts:
+            inputs = {stage.after: self.artifacts[stage.after].digest}
+        else:
+            inputs = {**self.files, "commit": self.commit or ""}
+        return components(self.recipe, fields=stage.fields, versions=stage.versions, rooms=stage.rooms, inputs=inputs)
+
+    def _obtain(self, stage: Stage) -> Artifact:
+        wanted = self.components(stage)
+        key = key_of(stage.name, wanted)
+        if stage.hash_input and stage.after in self.artifacts and self._has_to_run(stage, key):
+            before = STAGES[NAMES.index(stage.after)]
+            self.artifacts[before.name] = self.maker.obtain(before, self.components(before), self._work(), full=True)
+            self.paths[before.name] = self.artifacts[before.name].path
+            wanted = self.components(stage)
+        artifact = self.maker.obtain(stage, wanted, self._work())
+        if stage.name in self.maker.made:
+            # A stage may have made links of its input's files, which moves their ctime.
+            for name, earlier in self.artifacts.items():
+                fresh = earlier.with_current_times()
+                if fresh is not earlier:
+                    fresh.save()
+                    self.artifacts[name] = fresh
+        self.artifacts[stage.name] = artifact
+        self.paths[stage.name] = artifact.path
+        return artifact
+
+    def _has_to_run(self, stage: Stage, key: str) -> bool:
+        return self.maker.force or self.cache.find(stage.name, key) is None
+
+    def _work(self) -> Work:
+        return Work(
+            recipe=self.recipe,
+            origin=self.input.origin,
+            paths=self.paths,
+            source=self._checked_source,
+            gguf=self.input.path if self.input.kind == "gguf" else None,
+            logs=self.workspace.root / LOGS,
+            cache=self.cache.root,
+            output=self.output,
+        )
+
+    def _run_stages(self) -> SmokeFailed | None:
+        for stage in self.stages[1:]:
+            try:
+                self._obtain(stage)
+            except SmokeFailed as failure:
+                return failure
+            except LpxError:
+                if self.workspace.manifest() is not None:
+                    self.output.step(f"{stage.name}: failed; {self.workspace.root} keeps the earlier result")
+                raise
+        return None
+
+    def _carry_over(self) -> None:
+        """Later stages of an earlier build stay in the view when nothing they depend on has moved."""
+        old = self.workspace.manifest()
+        if old is None or "smoke" in (stage.name for stage in self.stages):
+            return
+        for stage in STAGES[len(self.stages) :]:
+            if stage.after not in self.artifacts and stage.name != "checkpoint":
+                return
+            wanted = self.components(stage)
+            if old.stages.get(stage.name, {}).get("key") != key_of(stage.name, wanted):
+                return
+            artifact = self.maker.cached(stage, wanted)
+            if artifact is None:
+                return
+            self.artifacts[stage.name] = artifact
+
+    # result -----------------------------------------------------------------------------------------------------
+
+    def _versions(self) -> dict[str, str]:
+        names = {"lpx"} | {name for stage in self.stages for name in stage.versions}
+        if self.input.kind != "gguf":
+            names.discard("gguf")
+        return {name: version(name) for name in sorted(names)}
+
+    def _finish(self, versions: Mapping[str, str], failure: SmokeFailed | None) -> BuildResult:
+        texts = {"recipe.yaml": _recipe_text(self.recipe, self.recipe_path)}
+        evidence: dict[str, Any] = {"ran": []}
+        smoke = self.artifacts.get("smoke")
+        if failure is not None:
+            state = NOT_PROVEN
+            evidence = {"ran": ["smoke"], "smoke": {"passed": False, "report": failure.evidence}}
+            texts |= {f"evidence/{name}": text for name, text in failure.files.items()}
+        elif smoke is not None:
+            state = PROVEN
+            evidence = {"ran": ["smoke"], "smoke": {"passed": True, "report": smoke.report, "made_at": smoke.made_at}}
+            texts |= {f"evidence/{name}": (smoke.path / name).read_text(encoding="utf-8") for name in smoke.files}
+        else:
+            done = [name for name in NAMES if name in self.artifacts]
+            state = built_to(done[-1] if done else "source")
+        if "repository" in self.artifacts:
+            evidence["repository"] = self.artifacts["repository"].digest
+        stages = {}
+        for name, artifact in self.artifacts.items():
+            described = artifact.describe()
+            described["files"] = {
+                file: {"sha256": record["sha256"], "size": record["size"]}
+                for file, record in described["files"].items()
+            }
+            stages[name] = described
+        data = {
+            "name": self.recipe.name,
+            "state": state,
+            "backend": self.recipe.backend,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "inputs": {
+                "source": self.input.origin,
+                "kind": self.input.kind,
+                "commit": self.commit,
+                "files": self.files,
+                "digest": combined(self.files),
+            },
+            "stages": stages,
+            "versions": dict(versions),
+            "notices": sorted({notice for artifact in self.artifacts.values() for notice in artifact.notices}),
+            "evidence": evidence,
+        }
+        shown = {name: artifact for name, artifact in self.artifacts.items() if name in SHOWN or name in stages}
+        result = self.workspace.update(shown, texts, data, full=self.paranoid)
+        return BuildResult(self.workspace.root, result, result.state, tuple(n for n in NAMES if n in self.maker.made))
+
+
+def _recipe_text(recipe: Recipe, path: Path | None) -> str:
+    """The recipe's own text, or its contents as JSON (which is YAML) where it came from Python."""
+    if path is not None:
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
+    return json.dumps(recipe.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+
+
+__all__ = ["BuildResult", "SourceInput", "build"]

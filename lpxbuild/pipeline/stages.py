@@ -1,0 +1,276 @@
+"""The stages, one entry each: what it reads, what shapes its output, what it calls.
+
+source → checkpoint → engine → repository → smoke. A local folder or a hub snapshot is its own source artifact and
+is used in place; a `.gguf` becomes a real Hugging Face folder in a `source` artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lpxbuild.errors import UsageError, VerdictError
+from lpxbuild.output import Output
+
+if TYPE_CHECKING:
+    from lpxbuild.recipe import Recipe
+    from lpxbuild.source import Source
+
+
+@dataclass
+class Work:
+    """What a stage function is given.
+
+    Attributes:
+        recipe: the recipe.
+        origin: what the recipe calls the source.
+        paths: finished artifact folders by stage; `source` is the Hugging Face folder.
+        source: checks the source folder (once) and returns it.
+        gguf: the `.gguf` file that the source stage converts, if there is one.
+        logs: folder for logs of external processes.
+        cache: root of the cache.
+        output: for progress and notices.
+    """
+
+    recipe: Recipe
+    origin: str
+    paths: Mapping[str, Path]
+    source: Callable[[], Source]
+    gguf: Path | None
+    logs: Path
+    cache: Path
+    output: Output
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the registry.
+
+    Attributes:
+        run: (work, empty destination folder) → report, as JSON-able data.
+        fields: recipe fields that shape the output.
+        versions: distributions that shape the output.
+        rooms: code that shapes the output (folders of lpxbuild, or `model_repo`).
+        after: the stage whose artifact it reads.
+        hash_input: hash that artifact in full before a run.
+    """
+
+    name: str
+    run: Callable[[Work, Path], dict[str, Any]]
+    fields: tuple[str, ...]
+    versions: tuple[str, ...] = ()
+    rooms: tuple[str, ...] = ()
+    after: str | None = None
+    hash_input: bool = False
+
+
+class SmokeFailed(VerdictError):
+    """The smoke test ran and found failures; `evidence` is its report, `files` the forms to show."""
+
+    def __init__(self, what: str, *, why: str, next: str, evidence: dict[str, Any], files: Mapping[str, str]) -> None:
+        super().__init__(what, why=why, next=next)
+        self.evidence = evidence
+        self.files = files
+
+
+def _convert_source(work: Work, destination: Path) -> dict[str, Any]:
+    from lpxbuild import source
+
+    assert work.gguf is not None
+    source.fetch(str(work.gguf), None, destination=destination, dtype=work.recipe.model.dtype, output=work.output)
+    return {"converted": work.gguf.name}
+
+
+def _convert_checkpoint(work: Work, destination: Path) -> dict[str, Any]:
+    from lpxbuild import checkpoint
+
+    recipe = work.recipe
+    report = checkpoint.convert(
+        work.source(),
+        destination,
+        dtype=recipe.model.dtype,
+        quantization_format=recipe.quantization.format,
+        kv_cache=recipe.quantization.kv_cache,
+        tensor_parallel=recipe.parallel.tensor,
+        pipeline_parallel=recipe.parallel.pipeline,
+        output=work.output,
+    )
+    return plain(report)
+
+
+def _compile_engine(work: Work, destination: Path) -> dict[str, Any]:
+    from lpxbuild import engine
+
+    recipe = work.recipe
+    report = engine.compile_engine(
+        recipe.backend,
+        work.paths["checkpoint"],
+        destination,
+        limits=recipe.limits,
+        runtime=recipe.runtime,
+        output=work.output,
+    )
+    return plain(report)
+
+
+def _render_repository(work: Work, destination: Path) -> dict[str, Any]:
+    from lpxbuild import repository
+
+    recipe = work.recipe
+    settings = repository.RepositorySettings(
+        backend=recipe.backend,
+        max_batch_size=recipe.limits.max_batch_size,
+        max_beam_width=recipe.limits.max_beam_width,
+        decoupled=recipe.serve.streaming,
+        max_queue_delay_microseconds=recipe.serve.max_queue_delay_microseconds,
+        max_queue_size=recipe.limits.max_queue_size,
+        preprocessing_instances=recipe.serve.instances.preprocessing,
+        postprocessing_instances=recipe.serve.instances.postprocessing,
+        tensorrt_llm_instances=recipe.serve.instances.tensorrt_llm,
+        bls_instances=recipe.serve.instances.tensorrt_llm_bls,
+        engine_python=recipe.runtime.python or "",
+        bls=recipe.serve.bls,
+        add_special_tokens=recipe.serve.add_special_tokens,
+        skip_special_tokens=recipe.serve.skip_special_tokens,
+    )
+    report = repository.render(work.paths["engine"], destination, settings, output=work.output)
+    return {"models": list(report.models), "shared_bytes": report.shared_bytes}
+
+
+def _smoke(work: Work, destination: Path) -> dict[str, Any]:
+    from lpxbuild import server, smoke
+
+    recipe = work.recipe
+    settings = server.ServerSettings(
+        drain_seconds=recipe.serve.drain_seconds, warmup_prompts=recipe.serve.warmup.prompts
+    )
+    repository = work.paths["repository"]
+    log = work.logs / "smoke-server.log"
+    with server.start(repository, log_path=log, settings=settings, output=work.output) as running:
+        report = smoke.run(
+            smoke.Endpoints(running.http_url, running.grpc_url),
+            repository=repository,
+            prompts=[prompt.model_dump(mode="json") for prompt in recipe.smoke.prompts],
+            output=work.output,
+        )
+    files = {"smoke.json": report.to_json(), "smoke.xml": report.to_junit()}
+    evidence = report.as_dict()
+    if not report.ok:
+        failed = [check for check in report.checks if check.status == "fail"]
+        raise SmokeFailed(
+            f"the smoke test failed: {', '.join(check.name for check in failed)}",
+            why="\n".join(f"{check.name}: {check.detail}" for check in failed),
+            next=f"read {log}; the build stays usable as `built, not proven`",
+            evidence=evidence,
+            files=files,
+        )
+    for name, text in files.items():
+        (destination / name).write_text(text, encoding="utf-8")
+    return evidence
+
+
+def plain(report: Any) -> dict[str, Any]:
+    """A report as JSON-able data, without paths."""
+    data: dict[str, Any] = asdict(report) if is_dataclass(report) and not isinstance(report, type) else dict(report)
+    return {name: value for name, value in data.items() if not isinstance(value, Path)}
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "source",
+        _convert_source,
+        fields=("model.dtype",),
+        versions=("gguf",),
+        rooms=("source",),
+    ),
+    Stage(
+        "checkpoint",
+        _convert_checkpoint,
+        fields=(
+            "model.source",
+            "model.dtype",
+            "quantization.format",
+            "quantization.kv_cache",
+            "parallel.tensor",
+            "parallel.pipeline",
+        ),
+        rooms=("families", "quantization", "source", "checkpoint"),
+        after="source",
+    ),
+    Stage(
+        "engine",
+        _compile_engine,
+        fields=(
+            "backend",
+            "limits.max_batch_size",
+            "limits.max_input_len",
+            "limits.max_seq_len",
+            "limits.max_num_tokens",
+            "limits.max_beam_width",
+            "runtime.precision",
+            "runtime.threads",
+            "runtime.kv_cache_gib",
+            "runtime.enable_kv_cache_reuse",
+            "runtime.enable_chunked_context",
+        ),
+        versions=("openvino",),
+        rooms=("checkpoint", "engine"),
+        after="checkpoint",
+        hash_input=True,
+    ),
+    Stage(
+        "repository",
+        _render_repository,
+        fields=(
+            "backend",
+            "limits.max_batch_size",
+            "limits.max_beam_width",
+            "limits.max_queue_size",
+            "runtime.python",
+            "serve.streaming",
+            "serve.bls",
+            "serve.add_special_tokens",
+            "serve.skip_special_tokens",
+            "serve.max_queue_delay_microseconds",
+            "serve.instances",
+        ),
+        versions=("python",),
+        rooms=("repository", "model_repo"),
+        after="engine",
+    ),
+    Stage(
+        "smoke",
+        _smoke,
+        fields=("smoke", "serve.warmup", "serve.drain_seconds"),
+        versions=("openvino", "openvino-genai", "nvidia-pytriton", "tritonclient"),
+        rooms=("server", "smoke"),
+        after="repository",
+    ),
+)
+
+NAMES: tuple[str, ...] = tuple(stage.name for stage in STAGES)
+
+TARGETS: tuple[str, ...] = NAMES[:-1]
+"""What `--to` takes."""
+
+SHOWN: tuple[str, ...] = ("checkpoint", "engine", "repository")
+"""Stages whose artifact appears as a folder of the build."""
+
+
+def stages_to(target: str | None) -> tuple[Stage, ...]:
+    """The stages of a build that stops after `target` (None: after the smoke test).
+
+    Raises:
+        UsageError: no such stage.
+    """
+    if target is None:
+        return STAGES
+    if target not in TARGETS:
+        raise UsageError(
+            f"--to {target}: no such stage",
+            why=f"the stages are {', '.join(TARGETS)}; without --to the build goes on to the smoke test",
+            next="lpx build RECIPE --to checkpoint",
+        )
+    return STAGES[: NAMES.index(target) + 1]
