@@ -27,13 +27,16 @@ def check_ensemble(configs: dict[str, ModelConfig]) -> Iterator[Finding]:
     # What exists so far: ensemble tensor -> (who made it, the tensor as its maker declares it).
     made: dict[str, tuple[str, Tensor]] = {name: ("the request", tensor) for name, tensor in own_inputs.items()}
     used: set[str] = set()
-    if not config.ensemble_scheduling.step:
+    models = [step.model_name for step in config.ensemble_scheduling.step]
+    if not models:
         yield Finding(_FILE, "ensemble_scheduling", "has no steps")
-    for step in config.ensemble_scheduling.step:
-        model = step.model_name
+    for model in models:
         if model not in configs:
             yield Finding(_FILE, f"step {model}", "the repository has no such model that could be read")
-            continue
+    if not models or not configs.keys() >= set(models):
+        return  # every tensor of the missing step would be one more finding with the same cause
+    for step in config.ensemble_scheduling.step:
+        model = step.model_name
         inputs = {message.name: read_tensor(message) for message in configs[model].input}
         outputs = {message.name: read_tensor(message) for message in configs[model].output}
         for name, tensor in inputs.items():

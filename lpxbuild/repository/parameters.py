@@ -88,11 +88,10 @@ def _check_folder(value: str, version_folder: Path) -> str | None:
 
 
 def _check_program(value: str, _: Path) -> str | None:
-    if not value or shutil.which(value):
+    # A relative path would be looked up from the directory in which the server happens to be started.
+    if not value or ((Path(value).is_absolute() or "/" not in value) and shutil.which(value)):
         return None
-    return (
-        f"{value!r} is not a program on this machine; give an absolute path, or nothing for the first python3 in PATH"
-    )
+    return f"{value!r} is no program here; give an absolute path, or nothing for the first python3 in PATH"
 
 
 def _check_model(value: str, version_folder: Path) -> str | None:

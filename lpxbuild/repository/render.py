@@ -10,6 +10,7 @@ from lpxbuild.errors import LpxError, UsageError
 from lpxbuild.output import Output
 from lpxbuild.repository.config import CONFIG_FILE, build_config, config_text
 from lpxbuild.repository.files import copy_tree, model_files, read_engine
+from lpxbuild.repository.parameters import problem
 from lpxbuild.repository.settings import BLS_PYTHON, RepositorySettings
 from lpxbuild.repository.tensors import BLS, ENSEMBLE, POSTPROCESSING, PREPROCESSING, TENSORRT_LLM
 from lpxbuild.repository.validate import validate
@@ -95,6 +96,11 @@ def _check(engine: Path, settings: RepositorySettings) -> None:
                 why="the server would start and fail on the first larger request",
                 next=f"set limits.{name} to {most} or less, or build the engine again",
             )
+    trouble = problem("program", settings.engine_python, engine)
+    if trouble:
+        raise UsageError(
+            f"runtime.python: {trouble}", why="it runs the engine host", next="correct runtime.python in the recipe"
+        )
     if not (engine / "tokenizer" / "tokenizer.json").is_file():
         raise UsageError(
             f"the engine in {engine} has no tokenizer/tokenizer.json",
