@@ -108,7 +108,7 @@ def hub_sha256(file: Path) -> str | None:
     huggingface_hub names a blob in its cache by the hash; beside a plain folder's files it keeps `commit, etag, time`.
     """
     if file.is_symlink():
-        blob = file.resolve()
+        blob = file.readlink()  # not resolve(): newer versions link blobs on into a store that names them otherwise
         return blob.name if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else None
     recorded = _local_record(file)
     if recorded is None or not _SHA256.fullmatch(recorded[1]):

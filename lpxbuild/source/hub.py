@@ -31,6 +31,7 @@ from lpxbuild.source.folder import (
     WEIGHTS,
     read_config,
 )
+from lpxbuild.source.resume import preload
 
 SMALL_FILES = (
     CONFIG,
@@ -67,7 +68,7 @@ def fetch_repository(repository: str, revision: str | None, *, destination: Path
         The folder; its commit is readable by `checks.hub_revision`.
 
     Raises:
-        SourceError: repository, revision or files are missing, access is gated, or the model is of a kind that is refused.
+        SourceError: repository, revision or files are missing, access is gated, the kind of model is refused.
         HostError: no network, offline and not cached, no disk space.
     """
     if destination is None and _offline():
@@ -95,7 +96,7 @@ def fetch_repository(repository: str, revision: str | None, *, destination: Path
             output.progress(f"download {repository}", sum(absent.values()) or None) as advance,
             _watch(folder, advance),
         ):
-            _download_all(found, weights)
+            _download_all(found, folder, weights)
     for name in (*small, *weights):
         size = (folder / name).stat().st_size
         if size != found.sizes[name]:
@@ -109,7 +110,7 @@ def fetch_repository(repository: str, revision: str | None, *, destination: Path
 
 def _look_up(repository: str, revision: str | None, destination: Path | None) -> _Repository:
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # lpx shows its own
     options: dict[str, Any] = {"token": _token(), "endpoint": os.environ.get("HF_ENDPOINT") or None}
@@ -128,9 +129,14 @@ def _download(found: _Repository, name: str, revision: str | None = None) -> str
     return str(hf_hub_download(found.id, name, revision=revision or found.commit, **found.options))
 
 
-def _download_all(found: _Repository, names: list[str]) -> None:
+def _download_all(found: _Repository, folder: Path, names: list[str]) -> None:
+    def one(name: str) -> None:
+        access = {"token": found.options["token"], "endpoint": found.options["endpoint"]}
+        preload(found.id, name, commit=found.commit, folder=folder, **access)
+        _download(found, name)
+
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
-        futures = [pool.submit(_download, found, name) for name in names]
+        futures = [pool.submit(one, name) for name in names]
         try:
             for future in futures:
                 future.result()
@@ -194,8 +200,8 @@ def _check_space(folder: Path, wanted: int) -> None:
     free = shutil.disk_usage(folder).free
     if wanted and free < wanted + _SPARE_BYTES:
         raise HostError(
-            f"not enough disk space for the download: {wanted / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free in {folder}",
-            why="all weight files are loaded before the conversion begins",
+            f"not enough disk space for the download: {wanted / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free",
+            why=f"the files go to {folder}",
             next="free some space, or set HF_HOME to a folder on a larger disk",
         )
 

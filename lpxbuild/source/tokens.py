@@ -36,7 +36,8 @@ def read_vocabulary(path: Path, *, need_tokenizer: bool) -> dict[str, int] | Non
         raise SourceError(
             f"{path} has no {TOKENIZER}, so nothing can turn text into the model's tokens",
             why=found,
-            next=f"save it once with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(path)!r}); "
+            next="save it once with transformers: "
+            f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(path)!r}); "
             "or stop before a tokenizer is needed: lpx build --to checkpoint",
         )
     settings = read_json(file)

@@ -115,10 +115,9 @@ def _check_layers(tensors: Mapping[str, TensorEntry], shape: ModelShape, downloa
             why="the weights are incomplete, or config.json belongs to another model",
             next=download,
         )
-    extra = sorted(found - set(range(shape.num_hidden_layers)))
-    if any(
-        not name.endswith(IGNORED_SUFFIXES) for name in tensors for e in extra if name.startswith(f"model.layers.{e}.")
-    ):
+    learned = {int(m[1]) for m in map(_LAYER.match, tensors) if m and not m.string.endswith(IGNORED_SUFFIXES)}
+    extra = sorted(learned - set(range(shape.num_hidden_layers)))
+    if extra:
         raise SourceError(
             f"the files hold layer {extra[0]} (model.layers.{extra[0]}), config.json says num_hidden_layers "
             f"{shape.num_hidden_layers}",

@@ -29,17 +29,19 @@ class Metadata:
         return None if field is None else field.contents()
 
     def text(self, key: str) -> str | None:
-        return self._typed(key, str)
+        value: str | None = self._typed(key, str)
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._typed(key, bool)
         return default if value is None else value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        value = self._typed(key, int)
-        if value is None and default is None:
+        value: int | None = self._typed(key, int)
+        value = default if value is None else value
+        if value is None:
             raise self._error(f"has no {key}")
-        return int(default if value is None else value)
+        return value
 
     def id(self, name: str) -> int | None:
         """A special id, `tokenizer.ggml.<name>_token_id`."""
@@ -57,8 +59,9 @@ class Metadata:
             raise self._error(f"has no number under {key}")
         return float(str(np.float32(value)))
 
-    def strings(self, key: str) -> list[str] | None:
-        return self._typed(key, list)
+    def array(self, key: str) -> list[Any] | None:
+        value: list[Any] | None = self._typed(key, list)
+        return value
 
     def check_architecture(self) -> None:
         """Refuse whatever is not one whole dense llama model."""

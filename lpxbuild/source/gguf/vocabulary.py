@@ -51,7 +51,7 @@ def build_tokenizer(metadata: Metadata, *, vocab_size: int) -> BuiltTokenizer:
     Raises:
         SourceError: another kind of vocabulary, an unknown split pattern, more tokens than embedding rows.
     """
-    tokens = metadata.strings("tokenizer.ggml.tokens") or []
+    tokens = metadata.array("tokenizer.ggml.tokens") or []
     kind = metadata.text("tokenizer.ggml.model")
     if not tokens or kind not in ("gpt2", "llama"):
         raise _unknown(metadata, f"a tokenizer of the kind {kind!r} with {len(tokens)} tokens", "gpt2 and llama")
@@ -118,7 +118,7 @@ def _sentence_piece(metadata: Metadata, tokens: list[str], special: dict[str, st
 
     merges = _merges(metadata)
     if merges is None:
-        scores = metadata.strings("tokenizer.ggml.scores")
+        scores = metadata.array("tokenizer.ggml.scores")
         if scores is None or len(scores) != len(tokens):
             raise _unknown(metadata, "neither merges nor a score for each token", "one of the two")
         merges = merges_from_scores(tokens, [float(score) for score in scores])
@@ -155,7 +155,7 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str
 
 
 def _merges(metadata: Metadata) -> list[tuple[str, str]] | None:
-    lines = metadata.strings("tokenizer.ggml.merges")
+    lines = metadata.array("tokenizer.ggml.merges")
     if lines is None:
         return None
     merges = []
@@ -172,7 +172,7 @@ def _ids(tokens: list[str]) -> dict[str, int]:
 def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, tokens: list[str], special: dict[str, str]) -> None:
     from tokenizers import AddedToken
 
-    types = metadata.strings("tokenizer.ggml.token_type") or []
+    types = metadata.array("tokenizer.ggml.token_type") or []
     control = [token for token, kind in zip(tokens, types) if kind == CONTROL]
     control += [token for token in special.values() if token not in control]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
