@@ -69,10 +69,9 @@ def models(repository: Path) -> dict[str, ServedModel]:
 
 def check_repository(repository: Path) -> None:
     """Refuse a repository in which a finding of `lpxbuild.repository.validate` stands."""
-    from lpxbuild import repository as repositories
+    from lpxbuild.repository import validate
 
-    validate = getattr(repositories, "validate", None)
-    findings = [str(finding) for finding in validate(repository)] if validate else []
+    findings = [str(finding) for finding in validate(repository)]
     if findings:
         raise SourceError(
             f"{repository} is not valid: {findings[0]}",

@@ -125,6 +125,25 @@ class EngineHost:
             ToolError: it ended, or did not answer within `timeout` seconds; `why` has its last lines.
         """
         self._log_start = logs.size(self.log_path)
+        self._spawn()
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self.pid = self._hello(timeout=2)
+                return
+            except OSError as error:
+                status = self._process.poll() if self._process else None
+                if status == 0:
+                    # Another host has the folder's lock: a model started it, and it is loading or just going.
+                    self._spawn()
+                elif status is not None:
+                    raise self._failure(f"the engine host ended with status {status}") from error
+                if time.monotonic() > deadline:
+                    self.stop(patience=2)
+                    raise self._failure(f"the engine host did not answer within {timeout:.0f} s") from error
+            time.sleep(0.05)
+
+    def _spawn(self) -> None:
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(),
@@ -134,25 +153,17 @@ class EngineHost:
                 env=self._environment,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                self.pid = self._hello(timeout=2)
-                return
-            except OSError as error:
-                status = self._process.poll()
-                if status is not None:
-                    raise self._failure(f"the engine host ended with status {status}") from error
-                if time.monotonic() > deadline:
-                    self.stop(patience=2)
-                    raise self._failure(f"the engine host did not answer within {timeout:.0f} s") from error
-            time.sleep(0.05)
 
     def alive(self) -> bool:
         """Whether the process that answered last still runs."""
         if self._process is not None:
             self._process.poll()
         return self.pid != 0 and processes.alive(self.pid)
+
+    def kill(self) -> None:
+        """SIGKILL, for a host that does not answer; `start` makes the next one."""
+        if self.alive():
+            processes.kill([self.pid])
 
     def adopt_successor(self) -> bool:
         """After a death: a model inside Triton may have started the next host already; then that one is ours now."""

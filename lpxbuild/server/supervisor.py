@@ -195,6 +195,10 @@ class Supervisor:
             answers = self._server.client.answers_given(timeout=5)
         except TritonHttpError:
             answers = self._answers
+        if "postprocessing" in answers and "tensorrt_llm" in answers:
+            # Triton counts a decoupled request once, when it ends; in the ensemble each of its tokens is one request
+            # to postprocessing.
+            answers["tensorrt_llm"] += answers["postprocessing"]
         for model in self._server.models:
             if answers.get(model, 0) != self._answers.get(model) or model not in self._progress_at:
                 self._progress_at[model] = now
@@ -217,8 +221,18 @@ class Supervisor:
                     probe.answers_before = answers.get(model, 0)
                 else:
                     del self._probes[model]
-                    dead.add(model)
+                    if not (model == "tensorrt_llm" and self._engine_host_hangs()):
+                        dead.add(model)
         return dead
+
+    def _engine_host_hangs(self) -> bool:
+        """Whether it is the engine behind the model that does not answer; then it is ended, to be started again."""
+        host = self._server.engine_host
+        if host is None or host.stats(timeout=10) is not None:
+            return False
+        self._server.output.notice("the engine host does not answer any more")
+        host.kill()
+        return True
 
     def _anyone_got_an_answer(self, model: str, probe: Probe) -> bool:
         if self._answers.get(model, 0) != probe.answers_before:
@@ -226,7 +240,7 @@ class Supervisor:
         host = self._server.engine_host
         if model != "tensorrt_llm" or host is None:
             return False
-        # Triton counts the answers of a decoupled request late; the engine itself knows of each token.
+        # Requests that do not come through the ensemble: the engine knows of each token.
         stats = host.stats(timeout=10)
         age = stats.get("last_token_age_seconds") if stats else None
         return age is not None and age < time.monotonic() - probe.started

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+# Parameter of a model's configuration that says when lpx loaded it again.
+LOAD_PARAMETER = "lpx_loaded_again_ns"
 
 
 class TritonHttpError(Exception):
@@ -36,8 +40,15 @@ class TritonHttp:
         return True
 
     def load(self, model: str, timeout: float) -> None:
-        """Load or reload one model; its dependants stay as they are."""
-        self._call("POST", f"/v2/repository/models/{model}/load", timeout=timeout)
+        """Load or reload one model; no other model is loaded with it.
+
+        With its own configuration, and in it a parameter that was never there before: without a change Triton keeps
+        the instances that it has, also when their processes are dead.
+        """
+        config = json.loads(self._call("GET", f"/v2/models/{model}/config", timeout=timeout))
+        config.setdefault("parameters", {})[LOAD_PARAMETER] = {"string_value": str(time.time_ns())}
+        body = {"parameters": {"config": json.dumps(config)}}
+        self._call("POST", f"/v2/repository/models/{model}/load", body, timeout=timeout)
 
     def model_states(self, timeout: float) -> dict[str, str]:
         """Model → READY, UNAVAILABLE, LOADING … of the repository index ("" where it was never loaded)."""
