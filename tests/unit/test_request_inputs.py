@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import json
 import sys
@@ -15,7 +17,7 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from lpxbuild.repository import request_inputs_table  # noqa: E402
-from lpxbuild.repository.tensors import RequestInput, ensemble_steps, request_inputs  # noqa: E402
+from lpxbuild.repository.tensors import RequestInput, ensemble_steps, interface, request_inputs  # noqa: E402
 from lpxbuild.shipped import shipped  # noqa: E402
 
 ROWS = {row.name: row for row in request_inputs()}
@@ -252,6 +254,37 @@ def test_table_file_and_ensemble_agree() -> None:
             assert row.client in first.inputs.values()
         else:
             assert row.client == row.ensemble
+
+
+def constants(path: str) -> dict[str, Any]:
+    """Literal module constants of a model that can only be imported inside Triton."""
+    found = {}
+    for node in ast.parse((Path(shipped("model_repo")) / path).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
+
+
+def test_bls_does_something_with_each_of_its_inputs_and_wires_as_the_ensemble() -> None:
+    bls = constants("tensorrt_llm_bls/model.py")
+    prepared, passed, refused = bls["PREPROCESSING_INPUTS"], bls["PASSED"], set(bls["REFUSED"])
+    assert {*prepared, *passed, *refused} == {
+        tensor.name for tensor in interface("tensorrt_llm_bls", "openvino").inputs
+    }
+    first, second, _ = ensemble_steps("openvino")
+    multimodal = {"image_bytes_input", "image_url_input", "video_bytes_input"}
+    assert {name: target for name, target in prepared.items() if name not in multimodal} == {
+        source: name for name, source in first.inputs.items()
+    }
+    through = {first.outputs[name]: target for name, target in bls["PREPARED"].items()}
+    assert through | passed == {source: name for name, source in second.inputs.items()}
+
+
+def test_preprocessing_refuses_or_maps_each_of_its_inputs() -> None:
+    first, _, _ = ensemble_steps("openvino")
+    known = {*first.inputs, *constants("preprocessing/model.py")["MULTIMODAL"]}
+    assert known == {tensor.name for tensor in interface("preprocessing", "openvino").inputs}
 
 
 def test_documentation_table_has_every_row_and_verdict() -> None:
