@@ -1,4 +1,4 @@
-"""TensorRT-LLM checkpoints: the streaming converter, and the reader that other stages use."""
+"""TensorRT-LLM checkpoints: the streaming converter, and the reader that engines use."""
 
 from __future__ import annotations
 

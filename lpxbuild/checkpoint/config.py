@@ -96,15 +96,15 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     lpx = config.get("lpx")
     if not isinstance(lpx, Mapping) or lpx.get("family") not in families():
         raise SourceError(
-            "config.json of the checkpoint has no `lpx` entry of a known family.",
-            why="Only checkpoints written by lpx can be read back.",
-            next="Build the checkpoint with `lpx build RECIPE --to checkpoint`.",
+            "config.json of the checkpoint has no `lpx` entry of a known family",
+            why="only checkpoints written by lpx can be read back",
+            next="build the checkpoint with `lpx build RECIPE --to checkpoint`",
         )
     if lpx.get("format_version") != FORMAT_VERSION:
         raise SourceError(
-            f"The checkpoint has format version {lpx.get('format_version')!r}.",
-            why=f"This version of lpx reads version {FORMAT_VERSION}.",
-            next="Build the checkpoint again with `lpx build RECIPE --to checkpoint --force`.",
+            f"the checkpoint has format version {lpx.get('format_version')!r}",
+            why=f"this version of lpx reads version {FORMAT_VERSION}",
+            next="build the checkpoint again with `lpx build RECIPE --to checkpoint --force`",
         )
     family = families()[lpx["family"]]
     scaling = config["rotary_scaling"]

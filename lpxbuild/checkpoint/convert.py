@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 Advance = Callable[[int], None]
 T = TypeVar("T")
 
+MOST_WORKERS = 4
+"""More threads than this wait for memory bandwidth or the disk."""
+
 
 def convert(
     source: Source,
@@ -44,7 +47,7 @@ def convert(
     kv_cache: str = "none",
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    workers: int = 1,
+    workers: int | None = None,
     output: Output | None = None,
 ) -> ConversionReport:
     """Write a TensorRT-LLM checkpoint: config.json, rank{N}.safetensors, tokenizer/.
@@ -58,7 +61,8 @@ def convert(
         source: a checked source.
         destination: a fresh folder; on failure it holds an unfinished checkpoint without config.json.
         dtype: float32, float16, bfloat16, or auto for the source's.
-        workers: threads; fewer are used, with a notice, where memory is short.
+        workers: threads; None = one for each CPU of this process, at most 4. Fewer are used, with a notice, where
+            memory is short.
 
     Raises:
         RecipeError: a format that this version cannot build.
@@ -71,6 +75,7 @@ def convert(
     check_kv_cache(kv_cache)
     shape = source.shape
     dtype = shape.dtype if dtype == "auto" else dtype
+    workers = workers if workers is not None else min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     stored = SAFETENSORS_NAMES[dtype]
     tensors = list(plan(shape, tensor_parallel, pipeline_parallel))
     _check_types(source, tensors)
@@ -125,15 +130,15 @@ def _check_types(source: Source, tensors: Sequence[RankTensor]) -> None:
         entry = source.tensors.get(name)
         if entry is None:
             raise SourceError(
-                f"Tensor {name} is missing from the source.",
-                why="The model cannot be written without it.",
-                next=f"Download the files of {source.origin} again.",
+                f"tensor {name} is missing from the source",
+                why="the model cannot be written without it",
+                next=f"download the files of {source.origin} again",
             )
         if entry.dtype not in NUMPY_TYPES:
             raise SourceError(
-                f"Tensor {name} has type {entry.dtype}.",
-                why=f"Weights are read as one of {', '.join(NUMPY_TYPES)}.",
-                next="Use the unquantized weights of the model.",
+                f"tensor {name} has type {entry.dtype}",
+                why=f"weights are read as one of {', '.join(NUMPY_TYPES)}",
+                next="use the unquantized weights of the model",
             )
 
 
@@ -152,9 +157,9 @@ def _plan_resources(
     )
     if fit == 0:
         raise HostError(
-            f"The conversion needs {gigabytes(needed)} of memory, {gigabytes(available)} are available.",
-            why="The limit is the least of free memory, the control group's and `ulimit -v`.",
-            next="Free memory or raise the limit, and build again.",
+            f"the conversion needs {gigabytes(needed)} of memory, {gigabytes(available)} are available",
+            why="the limit is the least of free memory, the control group's and `ulimit -v`",
+            next="free memory or raise the limit, and build again",
         )
     if fit < workers and fit < len(tensors):
         output.notice(
@@ -273,15 +278,15 @@ def _guarded(path: Path, action: Callable[[], T]) -> T:
 
 
 _REASONS = {
-    errno.ENOSPC: ("No space is left on the device.", "Free space there, or set LPX_CACHE to a larger disk."),
-    errno.EDQUOT: ("The disk quota is used up.", "Free space there, or set LPX_CACHE to another disk."),
+    errno.ENOSPC: ("no space is left on the device", "free space there, or set LPX_CACHE to a larger disk"),
+    errno.EDQUOT: ("the disk quota is used up", "free space there, or set LPX_CACHE to another disk"),
     errno.EFBIG: (
-        "The file is too large: a limit of this process (ulimit -f) or of the file system.",
-        "Raise the limit, or set LPX_CACHE to another file system.",
+        "the file is too large: a limit of this process (ulimit -f) or of the file system",
+        "raise the limit, or set LPX_CACHE to another file system",
     ),
 }
 
 
 def _host_error(path: Path, error: OSError) -> HostError:
-    reason, remedy = _REASONS.get(error.errno or 0, (f"{error.strerror or error}.", "Check the folder and its disk."))
-    return HostError(f"{path} could not be written.", why=reason, next=remedy)
+    reason, remedy = _REASONS.get(error.errno or 0, (f"{error.strerror or error}", "check the folder and its disk"))
+    return HostError(f"{path} could not be written", why=reason, next=remedy)

@@ -1,6 +1,6 @@
 """Where every element of a TensorRT-LLM checkpoint comes from: rank files as pieces of Hugging Face tensors.
 
-The writer copies along this plan and the reader goes back along it, so that both agree by construction.
+The writer copies along this plan; the reader expects the tensors it names.
 Rank number: rank = stage · tensor_parallel + tensor_rank. Layers count from 0 in each stage.
 """
 
@@ -31,22 +31,13 @@ class Piece:
 class RankTensor:
     """One tensor of one rank file. Rows that no piece covers are zero (vocabulary padding).
 
-    `layer` is the global layer, None outside the layers; `name` counts layers from the start of the stage.
+    `name` counts layers from the start of the pipeline stage.
     """
 
     rank: int
     name: str
-    layer: int | None
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-
-    @property
-    def global_name(self) -> str:
-        """The name this tensor has where one stage holds all layers."""
-        if self.layer is None:
-            return self.name
-        prefix, _, rest = self.name.partition(".layers.")
-        return f"{prefix}.layers.{self.layer}.{rest.partition('.')[2]}"
 
     @property
     def size(self) -> int:
@@ -95,7 +86,7 @@ def _over_ranks(
     ]
     for rank in range(tensor):
         rank_shape, pieces = _SPLITS[rule.split](parts, shape, tensor, rank)
-        yield RankTensor(stage * tensor + rank, rule.target.format(layer=local), layer, rank_shape, pieces)
+        yield RankTensor(stage * tensor + rank, rule.target.format(layer=local), rank_shape, pieces)
 
 
 Part = tuple[str, tuple[int, ...]]

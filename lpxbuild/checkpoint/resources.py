@@ -121,7 +121,7 @@ def check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise HostError(
-            f"{folder} has {gigabytes(free)} free, the checkpoint needs {gigabytes(needed)}.",
-            why="No space would be left on the device halfway through.",
-            next="Free space there, or set LPX_CACHE to a folder on a larger disk.",
+            f"{folder} has {gigabytes(free)} free, the checkpoint needs {gigabytes(needed)}",
+            why="no space would be left on the device halfway through",
+            next="free space there, or set LPX_CACHE to a folder on a larger disk",
         )

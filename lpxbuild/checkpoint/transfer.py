@@ -54,17 +54,17 @@ class Sources:
                     descriptor = os.open(path, os.O_RDONLY)
                 except OSError as error:
                     raise SourceError(
-                        f"{path} cannot be read: {error.strerror}.",
-                        why="It was there when the source was checked.",
-                        next="Restore the file and build again.",
+                        f"{path} cannot be read: {error.strerror}",
+                        why="it was there when the source was checked",
+                        next="restore the file and build again",
                     ) from error
                 self._descriptors[path] = descriptor
                 size = os.fstat(descriptor).st_size
                 if size < self._ends[path]:
                     raise SourceError(
-                        f"{path} has {size} bytes, {self._ends[path]} are needed.",
-                        why="The file became shorter after the source was checked.",
-                        next="Restore the file and build again.",
+                        f"{path} has {size} bytes, {self._ends[path]} are needed",
+                        why="the file became shorter after the source was checked",
+                        next="restore the file and build again",
                     )
             return self._descriptors[path]
 
@@ -186,9 +186,9 @@ class _Window:
             )
         except OSError as error:
             raise HostError(
-                f"{length} bytes of the source cannot be mapped: {error.strerror}.",
-                why="The address space of this process is limited (ulimit -v), or memory is exhausted.",
-                next="Raise the limit, or build with fewer workers.",
+                f"{length} bytes of the source cannot be mapped: {error.strerror}",
+                why="the address space of this process is limited (ulimit -v), or memory is exhausted",
+                next="raise the limit, or build with fewer workers",
             ) from error
 
     def __enter__(self) -> memoryview:

@@ -63,9 +63,9 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
             return family
     supported = ", ".join(f"{family.architectures[0]} ({family.name})" for family in families().values())
     raise SourceError(
-        f"Architecture {architecture} (model_type {model_type}) is not supported.",
-        why=f"Supported: {supported}.",
-        next="Choose a model of one of these families.",
+        f"architecture {architecture} (model_type {model_type}) is not supported",
+        why=f"supported: {supported}",
+        next="choose a model of one of these families",
     )
 
 

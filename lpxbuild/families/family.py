@@ -65,9 +65,9 @@ class Family:
         for key in self.unrepresentable:
             if flag(hf_config, key, False):
                 raise SourceError(
-                    f"config.json: {key} is true.",
-                    why=f"TensorRT-LLM's class for {self.name} has no such tensors.",
-                    next="Use a model of this family without it.",
+                    f"config.json: {key} is true",
+                    why=f"TensorRT-LLM's class for {self.name} has no such tensors",
+                    next="use a model of this family without it",
                 )
         hidden = positive_int(hf_config, "hidden_size")
         heads = positive_int(hf_config, "num_attention_heads")
@@ -133,9 +133,9 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
     count = positive_int(config, "num_key_value_heads", heads)
     if heads % count:
         raise SourceError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {count}.",
-            why="Each KV head serves the same number of query heads.",
-            next="Compare config.json with the original repository of the model.",
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {count}",
+            why="each KV head serves the same number of query heads",
+            next="compare config.json with the original repository of the model",
         )
     return count
 
@@ -144,16 +144,16 @@ def _head_size(config: Mapping[str, Any], hidden: int, heads: int, default: int 
     if config.get("head_dim") is None and default is None and hidden % heads:
         raise SourceError(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
-            "and head_dim is not given.",
-            why="The size of a head is hidden_size / num_attention_heads unless head_dim says otherwise.",
-            next="Compare config.json with the original repository of the model.",
+            "and head_dim is not given",
+            why="the size of a head is hidden_size / num_attention_heads unless head_dim says otherwise",
+            next="compare config.json with the original repository of the model",
         )
     size = positive_int(config, "head_dim", default or hidden // heads)
     if size % 2:
         raise SourceError(
-            f"config.json: the size of a head is {size}.",
-            why="RoPE turns pairs of dimensions, so it must be even.",
-            next="Compare config.json with the original repository of the model.",
+            f"config.json: the size of a head is {size}",
+            why="RoPE turns pairs of dimensions, so it must be even",
+            next="compare config.json with the original repository of the model",
         )
     return size
 
@@ -162,9 +162,9 @@ def _activation(config: Mapping[str, Any]) -> str:
     name = config.get("hidden_act") or "silu"
     if name not in _ACTIVATIONS:
         raise SourceError(
-            f"config.json: hidden_act is {name!r}.",
-            why="Models of this family use silu.",
-            next="Compare config.json with the original repository of the model.",
+            f"config.json: hidden_act is {name!r}",
+            why="models of this family use silu",
+            next="compare config.json with the original repository of the model",
         )
     return _ACTIVATIONS[name]
 

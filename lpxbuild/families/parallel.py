@@ -9,15 +9,15 @@ from lpxbuild.families.shape import ModelShape
 def _misfit(shape: ModelShape, tensor: int) -> tuple[str, int, str] | None:
     """The first config key that does not allow `tensor` ranks: (key, value, reason)."""
     if shape.num_attention_heads % tensor:
-        return "num_attention_heads", shape.num_attention_heads, "Every rank takes the same number of heads."
+        return "num_attention_heads", shape.num_attention_heads, "every rank takes the same number of heads"
     if shape.num_key_value_heads % tensor and tensor % shape.num_key_value_heads:
         return (
             "num_key_value_heads",
             shape.num_key_value_heads,
-            "KV heads are either shared out evenly or copied evenly over the ranks.",
+            "KV heads are either shared out evenly or copied evenly over the ranks",
         )
     if shape.intermediate_size % tensor:
-        return "intermediate_size", shape.intermediate_size, "Every rank takes the same number of MLP columns."
+        return "intermediate_size", shape.intermediate_size, "every rank takes the same number of MLP columns"
     return None
 
 
@@ -37,15 +37,15 @@ def check_parallel(shape: ModelShape, tensor: int, pipeline: int) -> None:
         key, value, reason = misfit
         sizes = ", ".join(map(str, tensor_parallel_sizes(shape)))
         raise SourceError(
-            f"{key} {value} cannot be split over tensor parallel {tensor} (tp_size).",
+            f"{key} {value} cannot be split over tensor parallel {tensor} (tp_size)",
             why=reason,
-            next=f"Set parallel.tensor to one of: {sizes}.",
+            next=f"set parallel.tensor to one of: {sizes}",
         )
     if pipeline > shape.num_hidden_layers:
         raise SourceError(
-            f"num_hidden_layers {shape.num_hidden_layers} cannot be split over pipeline parallel {pipeline} (pp_size).",
-            why="Every stage needs at least one layer.",
-            next=f"Set parallel.pipeline to at most {shape.num_hidden_layers}.",
+            f"num_hidden_layers {shape.num_hidden_layers} cannot be split over pipeline parallel {pipeline} (pp_size)",
+            why="every stage needs at least one layer",
+            next=f"set parallel.pipeline to at most {shape.num_hidden_layers}",
         )
 
 

@@ -24,17 +24,17 @@ def qwen_window(config: Mapping[str, Any], layers: int) -> Window:
     if len(types) != layers or unknown:
         raise SourceError(
             f"config.json: layer_types has {len(types)} entries"
-            + (f", among them {', '.join(unknown)}." if unknown else "."),
-            why=f"One of full_attention, sliding_attention for each of the {layers} layers is needed.",
-            next="Compare config.json with the original repository of the model.",
+            + (f", among them {', '.join(unknown)}" if unknown else ""),
+            why=f"one of full_attention, sliding_attention for each of the {layers} layers is needed",
+            next="compare config.json with the original repository of the model",
         )
     if "sliding_attention" not in types:
         return None, None
     if size is None:
         raise SourceError(
-            "config.json: layer_types names sliding_attention, but no sliding window is switched on.",
-            why="use_sliding_window and sliding_window must be given with it.",
-            next="Compare config.json with the original repository of the model.",
+            "config.json: layer_types names sliding_attention, but no sliding window is switched on",
+            why="use_sliding_window and sliding_window must be given with it",
+            next="compare config.json with the original repository of the model",
         )
     window = positive_int(config, "sliding_window")
     return window, tuple(types) if "full_attention" in types else None

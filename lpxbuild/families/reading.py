@@ -16,9 +16,9 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
         value = default
     if value is None:
         raise SourceError(
-            f"config.json has no {key!r}.",
-            why="The model's size cannot be known without it.",
-            next="Download config.json of the model again.",
+            f"config.json has no {key!r}",
+            why="the model's size cannot be known without it",
+            next="download config.json of the model again",
         )
     return value
 
@@ -32,9 +32,9 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
     value = _value(config, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
         raise SourceError(
-            f"config.json: {key} is {value!r}.",
-            why="A whole number of at least 1 is needed.",
-            next="Compare config.json with the original repository of the model.",
+            f"config.json: {key} is {value!r}",
+            why="a whole number of at least 1 is needed",
+            next="compare config.json with the original repository of the model",
         )
     return int(value)
 
@@ -44,9 +44,9 @@ def positive_float(config: Mapping[str, Any], key: str, default: float | None = 
     value = _value(config, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise SourceError(
-            f"config.json: {where}{key} is {value!r}.",
-            why="A number above 0 is needed.",
-            next="Compare config.json with the original repository of the model.",
+            f"config.json: {where}{key} is {value!r}",
+            why="a number above 0 is needed",
+            next="compare config.json with the original repository of the model",
         )
     return float(value)
 
@@ -56,9 +56,9 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     value = _value(config, key, default)
     if not isinstance(value, bool):
         raise SourceError(
-            f"config.json: {key} is {value!r}.",
-            why="true or false is needed.",
-            next="Compare config.json with the original repository of the model.",
+            f"config.json: {key} is {value!r}",
+            why="true or false is needed",
+            next="compare config.json with the original repository of the model",
         )
     return value
 
@@ -72,8 +72,8 @@ def source_dtype(config: Mapping[str, Any], stored: str | None) -> str:
     name = str(named).removeprefix("torch.")
     if name not in DTYPES:
         raise SourceError(
-            f"config.json: dtype is {named!r}.",
-            why=f"Weights are read as one of {', '.join(DTYPES)}.",
-            next="Use the unquantized weights of the model.",
+            f"config.json: dtype is {named!r}",
+            why=f"weights are read as one of {', '.join(DTYPES)}",
+            next="use the unquantized weights of the model",
         )
     return name

@@ -33,9 +33,9 @@ def read_rope(
         partial = holder.get("partial_rotary_factor")
         if partial is not None and partial != 1:
             raise SourceError(
-                f"config.json: partial_rotary_factor is {partial!r}.",
-                why="This family turns whole heads; a partial rotary embedding has no place in its layout.",
-                next="Compare config.json with the original repository of the model.",
+                f"config.json: partial_rotary_factor is {partial!r}",
+                why="this family turns whole heads; a partial rotary embedding has no place in its layout",
+                next="compare config.json with the original repository of the model",
             )
     kind = _kind(scaling)
     if kind == "default":
@@ -49,9 +49,9 @@ def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping) or any(isinstance(inner, Mapping) for inner in value.values()):
         raise SourceError(
-            f"config.json: {key} is {value!r}.",
-            why="One set of RoPE numbers for all layers is needed.",
-            next="Compare config.json with the original repository of the model.",
+            f"config.json: {key} is {value!r}",
+            why="one set of RoPE numbers for all layers is needed",
+            next="compare config.json with the original repository of the model",
         )
     return dict(value)
 
@@ -68,9 +68,9 @@ def _base(config: Mapping[str, Any], parameters: Mapping[str, Any], default: flo
     if len(set(bases.values())) > 1:
         found = " and ".join(f"{name} {value:g}" for name, value in bases.items())
         raise SourceError(
-            f"config.json names two RoPE bases: {found}.",
-            why="The weights were trained with one of them; the other gives nonsense on longer prompts.",
-            next="Remove the wrong one from config.json.",
+            f"config.json names two RoPE bases: {found}",
+            why="the weights were trained with one of them; the other gives nonsense on longer prompts",
+            next="remove the wrong one from config.json",
         )
     return next(iter(bases.values()), default)
 
@@ -83,9 +83,9 @@ def _kind(scaling: Mapping[str, Any]) -> str:
         named = "default"
     if named not in SUPPORTED:
         raise SourceError(
-            f"config.json: rope_scaling has rope_type {named!r}, which lpx does not support.",
-            why=f"Supported rope types: {', '.join(SUPPORTED)}. Left out, the model would answer nonsense.",
-            next="Use a model with one of these, or its original config.json if this one was edited.",
+            f"config.json: rope_scaling has rope_type {named!r}, which lpx does not support",
+            why=f"supported rope types: {', '.join(SUPPORTED)}; left out, the model would answer nonsense",
+            next="use a model with one of these, or its original config.json if this one was edited",
         )
     return str(named)
 
@@ -117,9 +117,9 @@ def _yarn(scaling: Mapping[str, Any], max_position_embeddings: int) -> dict[str,
     factor = _number(scaling, "factor")
     if scaling.get("truncate") is False:
         raise SourceError(
-            "config.json: rope_scaling has truncate false.",
-            why="TensorRT-LLM's yarn always rounds the correction range to whole dimensions.",
-            next="Use a model with truncate true.",
+            "config.json: rope_scaling has truncate false",
+            why="TensorRT-LLM's yarn always rounds the correction range to whole dimensions",
+            next="use a model with truncate true",
         )
     mscale, mscale_all_dim = 1.0, 0.0
     if scaling.get("attention_factor") is not None:

@@ -105,24 +105,24 @@ def format_for(name: str, *, backend: str | None = None) -> Format:
     """
     usable = [row.name for row in FORMATS.values() if row.executable and (backend is None or backend in row.backends)]
     for_backend = f" with backend {backend}" if backend else ""
-    choose = f"Set quantization.format to one of: {', '.join(usable)}." if usable else "Choose another backend."
+    choose = f"set quantization.format to one of: {', '.join(usable)}" if usable else "choose another backend"
     row = FORMATS.get(name)
     if row is None:
         raise RecipeError(
-            f"quantization.format {name!r} is not known.",
-            why=f"The formats are {', '.join(FORMATS)}.",
+            f"quantization.format {name!r} is not known",
+            why=f"the formats are {', '.join(FORMATS)}",
             next=choose,
         )
     if backend is not None and backend not in row.backends:
         raise RecipeError(
-            f"quantization.format {name} cannot be executed by backend {backend}.",
-            why=f"Backends that execute {name}: {', '.join(row.backends)}.",
+            f"quantization.format {name} cannot be executed by backend {backend}",
+            why=f"backends that execute {name}: {', '.join(row.backends)}",
             next=choose,
         )
     if not row.executable:
         raise RecipeError(
-            f"quantization.format {name} cannot be built by this version of lpx.",
-            why=f"Formats it builds{for_backend}: {', '.join(usable) or 'none of them'}.",
+            f"quantization.format {name} cannot be built by this version of lpx",
+            why=f"formats it builds{for_backend}: {', '.join(usable) or 'none of them'}",
             next=choose,
         )
     return row
@@ -136,16 +136,16 @@ def check_kv_cache(name: str) -> None:
     """
     if name not in KV_CACHE:
         raise RecipeError(
-            f"quantization.kv_cache {name!r} is not known.",
-            why=f"The KV-cache formats are {', '.join(KV_CACHE)}.",
-            next="Set quantization.kv_cache to none.",
+            f"quantization.kv_cache {name!r} is not known",
+            why=f"the KV-cache formats are {', '.join(KV_CACHE)}",
+            next="set quantization.kv_cache to none",
         )
     if name != "none":
         raise RecipeError(
-            f"quantization.kv_cache {name} cannot be built by this version of lpx.",
-            why="Its scales come from calibration data that is run through the model; "
-            "without it they would all be 1.0 and accuracy would be lost.",
-            next="Set quantization.kv_cache to none.",
+            f"quantization.kv_cache {name} cannot be built by this version of lpx",
+            why="its scales come from calibration data that is run through the model; "
+            "without it they would all be 1.0 and accuracy would be lost",
+            next="set quantization.kv_cache to none",
         )
 
 

@@ -48,10 +48,10 @@ def check_shapes(shape: ModelShape, quantization_format: str, tensor_parallel: i
     key, value = misfit
     working = [size for size in tensor_parallel_sizes(shape) if _misfit(shape, size) is None]
     raise SourceError(
-        f"{key} {value} does not fit {quantization_format} with tensor parallel {tensor_parallel} (tp_size).",
-        why=f"The {row.quant_algo} kernels need a multiple of {WEIGHT_ONLY_MULTIPLE} × {tensor_parallel} = "
-        f"{WEIGHT_ONLY_MULTIPLE * tensor_parallel}.",
-        next=f"Set parallel.tensor to one of: {', '.join(map(str, working))}, or quantization.format to none."
+        f"{key} {value} does not fit {quantization_format} with tensor parallel {tensor_parallel} (tp_size)",
+        why=f"the {row.quant_algo} kernels need a multiple of {WEIGHT_ONLY_MULTIPLE} × {tensor_parallel} = "
+        f"{WEIGHT_ONLY_MULTIPLE * tensor_parallel}",
+        next=f"set parallel.tensor to one of: {', '.join(map(str, working))}, or quantization.format to none"
         if working
-        else "Set quantization.format to none: no tensor parallel size of this model fits.",
+        else "set quantization.format to none: no tensor parallel size of this model fits",
     )

@@ -1,0 +1,240 @@
+"""Speed and memory of a conversion, against the floor of copying the same bytes.
+
+    python benchmarks/conversion.py [--layers 24] [--rounds 9] [--folder /dev/shm] [--workers N]
+
+A random bfloat16 Llama of 443 million parameters (24 layers) is converted with tensor parallel 2. Floor: pread and
+pwrite of the same bytes in 16 MiB blocks. Floor and conversion alternate in one process; printed are median and
+quartiles of the pairwise ratios. No fsync, no hashing, no interpreter start is measured. Peak memory is RssAnon of a
+process of its own that converts once, sampled every 2 ms. Exit status 1 where a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from lpxbuild.checkpoint import convert
+from lpxbuild.output import Output
+from lpxbuild.source import Source, check
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCABULARY = 1024, 4096, 16, 8, 32000
+BLOCK = 16 << 20
+SHARD = 200_000_000
+BOUNDS = {"copy": 1.5, "cast": 4.0}
+
+
+def config(layers: int) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def tensor_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    head = HIDDEN // HEADS
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            f"{prefix}input_layernorm.weight": (HIDDEN,),
+            f"{prefix}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+            f"{prefix}self_attn.k_proj.weight": (KV_HEADS * head, HIDDEN),
+            f"{prefix}self_attn.v_proj.weight": (KV_HEADS * head, HIDDEN),
+            f"{prefix}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            f"{prefix}post_attention_layernorm.weight": (HIDDEN,),
+            f"{prefix}mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+            f"{prefix}mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+            f"{prefix}mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        }
+    return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+def write_model(folder: Path, layers: int) -> None:
+    """A Hugging Face folder of random weights in shards of at most 200 MB."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config(layers)))
+    (folder / "generation_config.json").write_text("{}")
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, shape in tensor_shapes(layers).items():
+        size = 2 * int(np.prod(shape))
+        if filled + size > SHARD:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = shape
+        filled += size
+    generator = np.random.default_rng(0)
+    index: dict[str, str] = {}
+    for number, shapes in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header: dict[str, object] = {}
+        position = 0
+        for name, shape in shapes.items():
+            end = position + 2 * int(np.prod(shape))
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+            position = end
+            index[name] = file
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for shape in shapes.values():
+                weights = generator.standard_normal(int(np.prod(shape)), dtype=np.float32) * np.float32(0.02)
+                stream.write((weights.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def checked(folder: Path) -> Source:
+    return check(folder, origin="random", need_tokenizer=False, tensor_parallel=2, output=Output.quiet())
+
+
+def floor(source: Path, destination: Path) -> float:
+    """Seconds to read all weight bytes and write them to two files."""
+    files = sorted(source.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in files)
+    destination.mkdir()
+    started = time.perf_counter()
+    targets = [os.open(destination / f"floor{rank}", os.O_RDWR | os.O_CREAT) for rank in (0, 1)]
+    written = 0
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        position = 0
+        while data := os.pread(descriptor, BLOCK, position):
+            half = int(written >= total // 2)
+            os.pwrite(targets[half], data, written - half * (total // 2))
+            position += len(data)
+            written += len(data)
+        os.close(descriptor)
+    for target in targets:
+        os.close(target)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(destination)
+    return seconds
+
+
+def conversion(source: Source, destination: Path, dtype: str, workers: int) -> float:
+    started = time.perf_counter()
+    convert(source, destination, dtype=dtype, tensor_parallel=2, workers=workers, output=Output.quiet())
+    seconds = time.perf_counter() - started
+    shutil.rmtree(destination)
+    return seconds
+
+
+def summary(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"median {middle:.2f}, quartiles {low:.2f}–{high:.2f}, n {len(values)}"
+
+
+def measure(folder: Path, layers: int, rounds: int, workers: int, *, bounded: bool) -> bool:
+    """Ratios of the copy (bfloat16) and of the cast (float16) to the floor; whether the bounds hold."""
+    model = folder / f"model{layers}"
+    if not model.exists():
+        write_model(model, layers)
+    source = checked(model)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    target = folder / "out"
+    floor(model, target)
+    conversion(source, target, "bfloat16", workers)
+    times: dict[str, list[float]] = {"floor": [], "copy": [], "cast": []}
+    for _ in range(rounds):
+        times["floor"].append(floor(model, target))
+        times["copy"].append(conversion(source, target, "bfloat16", workers))
+        times["cast"].append(conversion(source, target, "float16", workers))
+    print(f"{layers} layers, {size / 1e6:.0f} MB, tensor parallel 2, {workers} worker(s), {folder}")
+    print(f"  floor: median {statistics.median(times['floor']):.3f} s")
+    held = True
+    for kind, label in (("copy", "bfloat16 to bfloat16"), ("cast", "bfloat16 to float16")):
+        ratios = [mine / base for mine, base in zip(times[kind], times["floor"])]
+        verdict = ""
+        if bounded:
+            good = statistics.median(ratios) <= BOUNDS[kind]
+            held = held and good
+            verdict = f" (bound {BOUNDS[kind]}: {'held' if good else 'MISSED'})"
+        print(f"  {label}: {statistics.median(times[kind]):.3f} s; / floor: {summary(ratios)}{verdict}")
+    return held
+
+
+def peak_memory(folder: Path, layers: int, workers: int) -> bool:
+    """Peak RssAnon of a process that converts once, against 4 × largest tensor + 150 MB."""
+    largest = 2 * max(int(np.prod(shape)) for shape in tensor_shapes(layers).values())
+    command = [sys.executable, __file__, "--once", str(folder / f"model{layers}"), str(folder / "out")]
+    process = subprocess.Popen([*command, "--workers", str(workers)])
+    peak = 0
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except OSError:
+            break
+        for line in status.splitlines():
+            if line.startswith("RssAnon:"):
+                peak = max(peak, int(line.split()[1]) * 1024)
+        time.sleep(0.002)
+    if process.wait() != 0:
+        raise SystemExit("the measured conversion failed")
+    shutil.rmtree(folder / "out")
+    bound = 4 * largest + 150_000_000
+    held = peak <= bound
+    print(
+        f"  peak RssAnon, {layers} layers, {workers} worker(s), bfloat16 to float16: {peak / 1e6:.0f} MB "
+        f"(bound {bound / 1e6:.0f} MB: {'held' if held else 'MISSED'}; largest tensor {largest / 1e6:.0f} MB)"
+    )
+    return held
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--disk", type=Path, help="measure in this folder as well, without a bound")
+    parser.add_argument("--once", nargs=2, type=Path, metavar=("MODEL", "OUT"), help="convert once to float16")
+    options = parser.parse_args()
+    if options.once:
+        model, target = options.once
+        conversion_only = checked(model)
+        convert(
+            conversion_only,
+            target,
+            dtype="float16",
+            tensor_parallel=2,
+            workers=options.workers,
+            output=Output.quiet(),
+        )
+        return 0
+    held = True
+    with tempfile.TemporaryDirectory(prefix="lpx-conversion-", dir=options.folder) as name:
+        folder = Path(name)
+        for layers in (options.layers, 2 * options.layers):
+            held &= measure(folder, layers, options.rounds, options.workers, bounded=True)
+            held &= peak_memory(folder, layers, options.workers)
+            shutil.rmtree(folder / f"model{layers}")
+    if options.disk:
+        with tempfile.TemporaryDirectory(prefix="lpx-conversion-", dir=options.disk) as name:
+            measure(Path(name), options.layers, 3, options.workers, bounded=False)
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
