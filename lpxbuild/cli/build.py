@@ -40,9 +40,9 @@ def build(
 ) -> None:
     """Turn a recipe into a proven build: source, checkpoint, engine, repository, smoke test."""
     with running(json, quiet) as output:
-        from lpxbuild.pipeline import command
+        from lpxbuild.pipeline.command import build as run
 
-        command.build(
+        run(
             recipe,
             to=to,
             overrides=[*(overrides or []), *([f"backend={backend}"] if backend else [])],

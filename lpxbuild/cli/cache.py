@@ -16,18 +16,18 @@ app = typer.Typer(help="List, verify and prune the cache of artifacts.", no_args
 def ls(cache_dir: CacheFolder = None, json: Json = False, quiet: Quiet = False) -> None:
     """List artifacts with stage, size and last use."""
     with running(json, quiet) as output:
-        from lpxbuild.pipeline import command
+        from lpxbuild.pipeline.command import cache_ls as run
 
-        command.cache_ls(cache_dir, output=output)
+        run(cache_dir, output=output)
 
 
 @app.command("verify")
 def verify(cache_dir: CacheFolder = None, json: Json = False, quiet: Quiet = False) -> None:
     """Hash every artifact in full; a damaged one exits 1."""
     with running(json, quiet) as output:
-        from lpxbuild.pipeline import command
+        from lpxbuild.pipeline.command import cache_verify as run
 
-        command.cache_verify(cache_dir, output=output)
+        run(cache_dir, output=output)
 
 
 @app.command("prune")
@@ -48,8 +48,8 @@ def prune(
 ) -> None:
     """Remove artifacts by age or size."""
     with running(json, quiet) as output:
-        from lpxbuild.pipeline import command
+        from lpxbuild.pipeline.command import cache_prune as run
 
-        command.cache_prune(
+        run(
             cache_dir, max_age_days=max_age_days, max_gib=max_gib, everything=everything, dry_run=dry_run, output=output
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
@@ -22,6 +22,10 @@ def serve(
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 = a free one.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 = a free one.")] = 8002,
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    log: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--log", help="Log of tritonserver; default: in the build folder."),
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the server is ready; stop it with --stop.")
     ] = False,
@@ -35,14 +39,15 @@ def serve(
 ) -> None:
     """Serve a build on the embedded tritonserver."""
     with running(json, quiet) as output:
-        from lpxbuild.pipeline import serving
+        from lpxbuild.pipeline.serving import serve as run
 
-        serving.serve(
+        run(
             build,
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
             address=address,
+            log=log,
             detach=detach,
             stop=stop,
             dry_run=dry_run,

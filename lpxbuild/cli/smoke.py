@@ -35,6 +35,6 @@ def smoke(
 ) -> None:
     """Smoke-test a served model over HTTP and gRPC; any failure exits 1."""
     with running(json, quiet) as output:
-        from lpxbuild.pipeline import smoking
+        from lpxbuild.pipeline.smoking import smoke as run
 
-        smoking.smoke(target, grpc=grpc, build=build, junit=junit, output=output)
+        run(target, grpc=grpc, build=build, junit=junit, output=output)

@@ -59,6 +59,7 @@ def first_recipe(source: str, config: Mapping[str, Any], *, revision: str | None
 
 def recipe_name(source: str) -> str:
     """`org/Some_Model.gguf` → `some_model`: letters, digits, `.`, `_`, `-`."""
+    source = re.sub(r"^python-package:([^/]+)/.*", r"\1", source)
     last = re.split(r"[/\\]", source.rstrip("/\\"))[-1] or "model"
     last = re.sub(r"\.gguf$", "", last, flags=re.IGNORECASE)
     name = re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-._")

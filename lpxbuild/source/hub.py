@@ -108,6 +108,28 @@ def fetch_repository(repository: str, revision: str | None, *, destination: Path
     return folder
 
 
+def fetch_small(repository: str, revision: str | None, names: tuple[str, ...]) -> tuple[Path, str]:
+    """Some small files of a repository, as far as it has them, and the commit; weights stay on the hub.
+
+    Raises:
+        SourceError, HostError: as `fetch_repository`.
+    """
+    if _offline():
+        folder = _cached(repository, revision or "main")
+        return folder, folder.name
+    with _translated(repository, revision, None):
+        found = _look_up(repository, revision, None)
+        present = [name for name in names if name in found.sizes]
+        if CONFIG not in present:
+            raise SourceError(
+                f"{repository} has no {CONFIG} at revision {found.commit}",
+                why=f"it holds {_listing(found.sizes)}",
+                next="name a repository of a Hugging Face model with safetensors weights",
+            )
+        files = [Path(_download(found, name)) for name in present]
+        return files[0].parent, found.commit
+
+
 def _look_up(repository: str, revision: str | None, destination: Path | None) -> _Repository:
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -1,0 +1,80 @@
+"""What `lpx smoke` calls: evidence from a running server, or from a build that is served for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lpxbuild.errors import UsageError, VerdictError
+from lpxbuild.output import Output
+from lpxbuild.pipeline import serving
+from lpxbuild.pipeline.manifest import Manifest
+
+
+def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | None, output: Output) -> None:
+    """Smoke-test a build folder (on a server of its own) or the server at an address.
+
+    Args:
+        target: build folder or model repository, or `host:port` / `http://host:port` of Triton's HTTP endpoint.
+        grpc: `host:port` of gRPC for an address; default: the HTTP port + 1.
+        build: what the server at that address serves, for its prompts and its metadata.
+        junit: file for JUnit XML.
+
+    Raises:
+        VerdictError: a check failed.
+    """
+    from lpxbuild import server
+    from lpxbuild.smoke import Endpoints, run
+
+    if Path(target).exists():
+        if build is not None or grpc is not None:
+            raise UsageError("--build and --grpc belong to the address of a server", next=f"lpx smoke {target}")
+        served = serving.find(Path(target))
+        log = served.state / "smoke-server.log"
+        with server.start(served.repository, log_path=log, output=output) as running:
+            endpoints = Endpoints(running.http_url, running.grpc_url)
+            report = run(endpoints, repository=served.repository, prompts=_prompts(served.manifest), output=output)
+    else:
+        endpoints = _endpoints(target, grpc)
+        known = serving.find(build) if build is not None else None
+        report = run(
+            endpoints,
+            repository=known.repository if known else None,
+            prompts=_prompts(known.manifest if known else None),
+            output=output,
+        )
+    if junit is not None:
+        junit.parent.mkdir(parents=True, exist_ok=True)
+        junit.write_text(report.junit(), encoding="utf-8")
+    table = output.table(("check", "status", "seconds", "detail"), report.rows())
+    output.result(report.as_dict(), f"{table}\n{report.summary()}")
+    if not report.ok:
+        names = ", ".join(check.name for check in report.failed) or "nothing passed"
+        raise VerdictError(
+            f"the smoke test of {target} failed: {names}",
+            why="; ".join(check.detail for check in report.failed),
+            next="read the table above and the server's log",
+        )
+
+
+def _endpoints(target: str, grpc: str | None) -> Any:
+    from lpxbuild.smoke import Endpoints
+
+    http = target.removeprefix("http://").rstrip("/")
+    host, colon, port = http.rpartition(":")
+    if target.startswith("https://") or not colon or not host or not port.isdigit():
+        raise UsageError(
+            f"{target} is neither a folder nor the address of a server",
+            why="an address is HOST:PORT of Triton's HTTP endpoint, without TLS",
+            next="for example: lpx smoke 127.0.0.1:8000",
+        )
+    return Endpoints(http, grpc or f"{host}:{int(port) + 1}")
+
+
+def _prompts(manifest: Manifest | None) -> list[dict[str, Any]]:
+    if manifest is None:
+        from lpxbuild.recipe.schema import Smoke
+
+        return [prompt.model_dump(mode="json") for prompt in Smoke().prompts]
+    prompts: list[dict[str, Any]] = manifest.data["recipe"]["smoke"]["prompts"]
+    return prompts
