@@ -209,6 +209,9 @@ def _check_batching(model: str, config: ModelConfig) -> Iterator[Finding]:
     elif config.instance_group[0].Kind.Name(config.instance_group[0].kind) != "KIND_CPU":
         yield Finding(_file(model), "instance_group", "kind must be KIND_CPU: the backend finds its devices itself")
     batching = config.dynamic_batching
+    if model == POSTPROCESSING and not batching.preserve_ordering:
+        text = "preserve_ordering must be true: with several instances the pieces of a stream would change places"
+        yield Finding(_file(model), "dynamic_batching", text)
     for size in batching.preferred_batch_size:
         if not 1 <= size <= config.max_batch_size:
             text = f"preferred_batch_size {size} is not between 1 and max_batch_size {config.max_batch_size}"

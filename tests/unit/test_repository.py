@@ -114,7 +114,7 @@ def test_settings_reach_the_files(engine: Path, tmp_path: Path) -> None:
         assert list(batching.preferred_batch_size) == [4]
         assert batching.max_queue_delay_microseconds == 150
         assert batching.default_queue_policy.max_queue_size == 32
-    assert configs["postprocessing"].HasField("dynamic_batching")
+    assert configs["postprocessing"].dynamic_batching.preserve_ordering
     assert not configs["tensorrt_llm_bls"].HasField("dynamic_batching")
     parameters = {
         model: {key: value.string_value for key, value in config.parameters.items()}

@@ -219,6 +219,12 @@ CASES = {
         "dynamic_batching",
         "99",
     ),
+    "stream order": (
+        edit("postprocessing", lambda c: setattr(c.dynamic_batching, "preserve_ordering", False)),
+        POST,
+        "dynamic_batching",
+        "change places",
+    ),
     "no instance": (
         edit("preprocessing", lambda c: setattr(c.instance_group[0], "count", 0)),
         PRE,
