@@ -43,8 +43,3 @@ def quantize(weight: npt.NDArray[Any], bits: int) -> tuple[npt.NDArray[np.int8],
         quantized[begin : begin + rows] = np.clip(whole, -limit, limit - 1)
         scales[begin : begin + rows] = scale.astype(weight.dtype).astype(np.float32)
     return quantized, scales
-
-
-def dequantize(quantized: npt.NDArray[np.int8], scale: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """(out, in) float32: what the kernel multiplies activations with."""
-    return quantized.astype(np.float32) * scale[:, None]
