@@ -1,6 +1,6 @@
 """Run by the reference interpreter: what transformers' own GGUF loader makes of a file.
 
-usage: gguf_reference.py FILE.gguf LINES.json OUT.json
+usage: gguf_reference.py LINES.json FILE.gguf OUT.json [FILE.gguf OUT.json]...
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def parse_once() -> None:
             module.load_gguf_checkpoint = remembered
 
 
-def main() -> None:
-    file, lines, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
-    parse_once()
+def describe(file: Path, lines: list[str]) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ids = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -44,10 +42,17 @@ def main() -> None:
     loaded = modeling_gguf_pytorch_utils.load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
     sums = {}
     for name, tensor in loaded["tensors"].items():
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32", "float16", "bfloat16"):
             bits = tensor.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy()
             sums[f"{name} {dtype}"] = hashlib.sha256(bits.tobytes()).hexdigest()
-    out.write_text(json.dumps({"ids": ids, "config": config.to_dict(), "sha256": sums}, default=str))
+    return {"ids": ids, "config": config.to_dict(), "sha256": sums}
+
+
+def main() -> None:
+    lines = json.loads(Path(sys.argv[1]).read_text())
+    parse_once()
+    for file, out in zip(sys.argv[2::2], sys.argv[3::2]):
+        Path(out).write_text(json.dumps(describe(Path(file), lines), default=str))
 
 
 main()

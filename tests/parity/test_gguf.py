@@ -94,7 +94,7 @@ def reference(gguf_file, lines, tmp_path_factory) -> dict:
     work = tmp_path_factory.mktemp("gguf-reference")
     (work / "lines.json").write_text(json.dumps(lines))
     script = Path(__file__).with_name("gguf_reference.py")
-    command = [REFERENCE_PYTHON, script, gguf_file, work / "lines.json", work / "out.json"]
+    command = [REFERENCE_PYTHON, script, work / "lines.json", gguf_file, work / "out.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((work / "out.json").read_text())
