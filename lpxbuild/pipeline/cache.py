@@ -151,9 +151,9 @@ class Cache:
         for stale in parent.glob(f"{TEMPORARY}{key}-*"):
             remove_tree(stale)
         folder = parent / f"{TEMPORARY}{key}-{uuid.uuid4().hex[:12]}"
-        folder.mkdir()
-        (folder / FILES).mkdir()
         try:
+            folder.mkdir()
+            (folder / FILES).mkdir()
             yield folder
         finally:
             remove_tree(folder)

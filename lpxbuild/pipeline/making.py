@@ -148,7 +148,12 @@ class Maker:
     def _run(self, stage: Stage, work: Work, destination: Path) -> dict[str, Any]:
         try:
             return stage.run(work, destination)
-        except (LpxError, OSError):
+        except LpxError:
+            raise
+        except OSError as error:
+            # write(2) does not name its file: it is the one that was written last.
+            if error.filename is None and (written := [destination / name for name in tree(destination)]):
+                error.filename = str(max(written, key=lambda path: path.stat().st_mtime_ns))
             raise
         except Exception as error:
             # Libraries written in C++ report a full disk as an error of their own.

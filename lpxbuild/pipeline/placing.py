@@ -28,6 +28,9 @@ _AT_FDCWD = -100
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno of a write that found no room."""
 
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+"""errno of a write that this user or this place does not allow."""
+
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     """Write beside the target, flush to the disk, rename; durable False leaves the flushing to the system."""
@@ -175,7 +178,7 @@ def room_errors(folder: Path) -> Iterator[None]:
                 next="make room (lpx cache prune --dry-run shows what could go) or set LPX_CACHE to another disk; "
                 "nothing half-made was left, and the same command goes on from the last finished stage",
             ) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and Path(os.fsdecode(path)).is_relative_to(folder):
+        if error.errno in REFUSED and Path(os.fsdecode(path)).is_relative_to(folder):
             raise HostError(
                 f"{path}: {os.strerror(error.errno)}",
                 why=f"lpx has to write below {folder}",

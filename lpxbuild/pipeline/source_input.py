@@ -113,6 +113,10 @@ def digests(
         known = hub_digests(path, names)
         return remembered.digests(path, names, known=known, fresh=fresh, save=save, before_reading=before_reading)
     except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(
+            path.parent if path.is_file() else path
+        ):
+            raise  # the place where digests are remembered
         raise SourceError(
             f"{error.filename or path} cannot be read: {error.strerror}", next=f"ls -l {error.filename or path}"
         ) from error

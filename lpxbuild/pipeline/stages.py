@@ -6,6 +6,7 @@ is used in place; a `.gguf` becomes a real Hugging Face folder in a `source` art
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -150,18 +151,21 @@ def _smoke(work: Work, destination: Path) -> dict[str, Any]:
     log = work.logs / "smoke-server.log"
     with server.start(repository, log_path=log, settings=settings, output=work.output) as running:
         report = smoke.run(
-            smoke.Endpoints(running.http_url, running.grpc_url),
+            smoke.Endpoints(running.http_url, running.grpc_url, running.runtime.folder),
             repository=repository,
-            prompts=[prompt.model_dump(mode="json") for prompt in recipe.smoke.prompts],
+            prompts=recipe.smoke.prompts,
             output=work.output,
         )
-    files = {"smoke.json": report.to_json(), "smoke.xml": report.to_junit()}
     evidence = report.as_dict()
+    files = {
+        "smoke.json": json.dumps(evidence, indent=1, ensure_ascii=False) + "\n",
+        "smoke.xml": report.junit(),
+    }
+    work.output.step(f"smoke: {report.summary()}")
     if not report.ok:
-        failed = [check for check in report.checks if check.status == "fail"]
         raise SmokeFailed(
-            f"the smoke test failed: {', '.join(check.name for check in failed)}",
-            why="\n".join(f"{check.name}: {check.detail}" for check in failed),
+            f"the smoke test failed: {', '.join(check.name for check in report.failed) or 'nothing passed'}",
+            why="\n".join(f"{check.name}: {check.detail}" for check in report.failed),
             next=f"read {log}; the build stays usable as `built, not proven`",
             evidence=evidence,
             files=files,

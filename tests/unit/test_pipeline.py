@@ -1,0 +1,552 @@
+"""The pipeline with stand-in stages: what runs again, what the build folder shows, what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lpxbuild.errors import HostError, RecipeError, SourceError, UsageError, VerdictError
+from lpxbuild.output import Output
+from lpxbuild.pipeline import building, explaining, manifest
+from lpxbuild.pipeline.cache import Cache
+from lpxbuild.recipe import Recipe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "standins"))
+import pipeline_stages
+
+CASES = Path(__file__).parents[1] / "cases" / "data"
+ALL = ["checkpoint", "engine", "repository", "smoke"]
+
+
+class House:
+    """A recipe beside its source, a cache and a build folder below one temporary folder."""
+
+    def __init__(self, folder: Path, ran: list[str]) -> None:
+        self.folder = folder
+        self.ran = ran
+        self.cache = folder / "cache"
+        self.source = folder / "model"
+        shutil.copytree(CASES / "baseline_tp2", self.source)
+        self.recipe_path = folder / "recipe.yaml"
+        self.recipe_path.write_text(
+            "name: tiny\nmodel: {source: model}\nparallel: {tensor: 2}\nsmoke: {prompts: [{text: hello}]}\n"
+        )
+        self.view = folder / "build" / "tiny"
+        self.output = Output.quiet()
+
+    def build(self, *overrides: str, **options):
+        self.ran.clear()
+        self.output = Output.quiet()
+        recipe = Recipe.load(self.recipe_path, list(overrides))
+        return building.build(
+            recipe,
+            recipe_path=self.recipe_path,
+            cache_dir=self.cache,
+            build_dir=self.folder / "build",
+            output=self.output,
+            **options,
+        )
+
+    def why(self, *overrides: str, **options):
+        recipe = Recipe.load(self.recipe_path, list(overrides))
+        return explaining.why(
+            recipe, recipe_path=self.recipe_path, cache_dir=self.cache, build_dir=self.folder / "build", **options
+        )
+
+    def contents(self) -> dict[str, bytes]:
+        return {
+            path.relative_to(self.view).as_posix(): path.read_bytes()
+            for part in ("checkpoint", "engine", "repository")
+            for path in sorted((self.view / part).rglob("*"))
+            if path.is_file()
+        }
+
+    def leftovers(self) -> list[Path]:
+        return list(self.folder.rglob(".tmp-*"))
+
+    def said(self) -> str:
+        return "\n".join(self.output.notices)
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch) -> House:
+    return House(tmp_path, pipeline_stages.install(monkeypatch))
+
+
+def flip_byte(path: Path, *, offset: int = 1000) -> None:
+    """Change one byte and put the mtime back, as bit rot or a careful attacker would."""
+    status = path.stat()
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(1)
+        file.seek(offset)
+        file.write(bytes([old[0] ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_build_runs_every_stage_once_and_is_proven(house):
+    first = house.build()
+    assert house.ran == ALL
+    assert first.state == "proven"
+    assert sorted(house.contents()) == [
+        "checkpoint/config.json",
+        "checkpoint/rank0.safetensors",
+        "checkpoint/rank1.safetensors",
+        "engine/engine.json",
+        "engine/openvino_model.bin",
+        "repository/tensorrt_llm/1/engine/engine.json",
+        "repository/tensorrt_llm/1/engine/openvino_model.bin",
+        "repository/tensorrt_llm/config.pbtxt",
+    ]
+    written = (house.view / "manifest.json").read_bytes()
+    second = house.build()
+    assert (house.ran, second.state, second.made) == ([], "proven", ())
+    assert (house.view / "manifest.json").read_bytes() == written
+    assert house.leftovers() == []
+    assert json.loads((house.view / "evidence" / "smoke.json").read_text())["digest"]
+    assert (house.view / "recipe.yaml").read_text() == house.recipe_path.read_text()
+
+
+def test_unchanged_files_are_not_read_again(house, monkeypatch):
+    time.sleep(0.06)  # a file that is younger than a tick of the clock is not trusted
+    house.build()
+    from lpxbuild.pipeline import digest, workspace
+
+    def fail(path):
+        raise AssertionError(f"{path} was hashed")
+
+    monkeypatch.setattr(digest, "sha256_file", fail)
+    monkeypatch.setattr(workspace, "sha256_file", fail)
+    assert house.build().state == "proven"
+
+
+def test_large_files_are_read_only_and_share_the_cache_small_ones_are_copies(house):
+    house.build()
+    cached = {path.stat().st_ino for path in house.cache.rglob("*") if path.is_file()}
+    rank, config = house.view / "checkpoint" / "rank0.safetensors", house.view / "checkpoint" / "config.json"
+    assert rank.stat().st_mode & 0o222 == 0
+    assert rank.stat().st_ino in cached or rank.stat().st_nlink == 1  # a reflink has an inode of its own
+    assert config.stat().st_ino not in cached
+    assert config.stat().st_mode & 0o200
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("quantization.format=int8_wo", None),
+        ("parallel.tensor=1", ALL),
+        ("limits.max_input_len=512", ["engine", "repository", "smoke"]),
+        ("serve.streaming=false", ["repository", "smoke"]),
+        ("smoke.prompts.0.max_tokens=3", ["smoke"]),
+        ("serve.drain_seconds=31", ["smoke"]),
+    ],
+)
+def test_a_changed_field_runs_what_reads_it_and_what_follows(house, override, expected):
+    house.build()
+    if expected is None:
+        with pytest.raises(SourceError, match="int8_wo"):  # 64 x ranks does not divide this tiny model
+            house.build(override)
+        return
+    house.build(override)
+    assert house.ran == expected
+    house.build()  # and back: everything is still in the cache
+    assert house.ran == []
+
+
+def test_a_changed_source_file_runs_everything_again(house):
+    house.build()
+    flip_byte(house.source / "model-00001-of-00002.safetensors", offset=-1 + 4000)
+    plan = house.why()
+    assert "model-00001-of-00002.safetensors: " in plan.text()
+    house.build()
+    assert house.ran == ALL
+
+
+def test_a_touched_source_file_is_hashed_and_nothing_runs(house):
+    house.build()
+    (house.source / "config.json").touch()
+    house.build()
+    assert house.ran == []
+
+
+def test_changed_code_of_a_stage_is_an_input(house, monkeypatch):
+    house.build()
+    from lpxbuild.pipeline import keys
+
+    same = keys.code
+    monkeypatch.setattr(keys, "code", lambda room: "0" * 40 if room == "repository" else same(room))
+    assert "code of repository" in house.why().text()
+    house.build()
+    assert house.ran == ["repository"]  # its bytes are the same, so the proof still is of them
+
+
+def test_a_file_edited_in_the_build_folder_is_said_and_kept_aside(house):
+    house.build()
+    good = house.contents()
+    config = house.view / "repository" / "tensorrt_llm" / "config.pbtxt"
+    config.write_text("decoupled: maybe\n")
+    result = house.build()
+    assert house.ran == []
+    assert result.state == "proven"
+    assert house.contents() == good
+    kept = house.view / "kept" / "repository" / "tensorrt_llm" / "config.pbtxt"
+    assert kept.read_text() == "decoupled: maybe\n"
+    assert "config.pbtxt was changed by hand" in house.said()
+    config.write_text("decoupled: never\n")
+    house.build()
+    assert kept.with_name("config.pbtxt.1").read_text() == "decoupled: never\n"
+    assert kept.read_text() == "decoupled: maybe\n"
+
+
+def test_a_foreign_file_is_said_and_kept_aside(house):
+    house.build()
+    (house.view / "engine" / "plugin.so").write_text("x")
+    house.build()
+    assert not (house.view / "engine" / "plugin.so").exists()
+    assert (house.view / "kept" / "engine" / "plugin.so").read_text() == "x"
+    assert "does not belong there" in house.said()
+
+
+def test_files_that_python_writes_while_serving_are_no_change(house):
+    house.build()
+    folder = house.view / "repository" / "tensorrt_llm" / "1" / "__pycache__"
+    folder.mkdir()
+    (folder / "model.cpython-311.pyc").write_bytes(b"x")
+    house.build()
+    assert house.output.notices == [] or "pyc" not in house.said()
+    assert (folder / "model.cpython-311.pyc").exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "overwrite"])
+@pytest.mark.parametrize("place", ["view", "cache"])
+def test_a_damaged_large_file_is_found_by_its_ctime_and_made_again(house, damage, place):
+    house.build()
+    good = house.contents()
+    if place == "view":
+        path = house.view / "checkpoint" / "rank1.safetensors"
+    else:
+        path = next(house.cache.glob("checkpoint/*/files/rank1.safetensors"))
+    if damage == "flip":
+        flip_byte(path)
+    else:
+        path.chmod(0o644)
+        path.write_bytes(b"\0" * path.stat().st_size)
+    result = house.build()
+    assert result.state == "proven"
+    assert house.contents() == good
+    assert "rank1.safetensors" in house.said()
+    for verdict in Cache(house.cache).verify(output=Output.quiet()):
+        assert verdict.problems == ()
+    assert "smoke" not in house.ran  # the same bytes keep their proof
+
+
+def test_a_damaged_engine_in_the_repository_is_made_again(house):
+    house.build()
+    good = house.contents()
+    flip_byte(house.view / "repository" / "tensorrt_llm" / "1" / "engine" / "openvino_model.bin")
+    house.build()
+    assert house.contents() == good
+    assert "openvino_model.bin" in house.said()
+    assert house.build().made == ()
+
+
+def test_a_deleted_rank_file_is_restored_and_said(house):
+    house.build()
+    good = house.contents()
+    (house.view / "checkpoint" / "rank1.safetensors").unlink()
+    house.build()
+    assert "checkpoint/rank1.safetensors was missing" in house.said()
+    assert house.contents() == good
+    next(house.cache.glob("checkpoint/*/files/rank1.safetensors")).unlink()
+    house.build()
+    assert "rank1.safetensors is missing" in house.said()
+    assert house.ran == ["checkpoint"]
+    assert house.contents() == good
+
+
+def test_a_silently_rotten_checkpoint_is_hashed_before_an_engine_is_compiled_from_it(house):
+    house.build(to="checkpoint")
+    folder = next(house.cache.glob("checkpoint/*"))
+    rank = folder / "files" / "rank0.safetensors"
+    flip_byte(rank)
+    # As a failing disk does it: the record's times are those of the damaged file.
+    record = json.loads((folder / "artifact.json").read_text())
+    status = rank.stat()
+    record["files"]["rank0.safetensors"] |= {"ctime_ns": status.st_ctime_ns, "mtime_ns": status.st_mtime_ns}
+    (folder / "artifact.json").write_text(json.dumps(record))
+    house.build()
+    assert "rank0.safetensors was changed" in house.said()
+    assert house.ran == ALL
+    assert not any(verdict.problems for verdict in Cache(house.cache).verify(output=Output.quiet()))
+
+
+def test_cache_verify_finds_rot_and_the_next_build_repairs_it(house):
+    house.build()
+    folder = next(house.cache.glob("engine/*"))
+    path = folder / "files" / "openvino_model.bin"
+    flip_byte(path)
+    for record_file in house.cache.glob("*/*/artifact.json"):
+        record = json.loads(record_file.read_text())
+        for name, entry in record["files"].items():
+            status = (record_file.parent / "files" / name).stat()
+            entry.update(ctime_ns=status.st_ctime_ns, mtime_ns=status.st_mtime_ns)
+        record_file.write_text(json.dumps(record))
+    damaged = [verdict for verdict in Cache(house.cache).verify(output=Output.quiet()) if verdict.problems]
+    assert {verdict.stage for verdict in damaged} == {"engine", "repository"}  # they share the file
+    house.build()
+    assert house.ran[:2] == ["engine", "repository"]
+    assert not any(verdict.problems for verdict in Cache(house.cache).verify(output=Output.quiet()))
+
+
+def test_paranoid_hashes_sources_and_artifacts_in_full(house, monkeypatch):
+    house.build()
+    from lpxbuild.pipeline import digest
+
+    hashed = []
+    real = digest.sha256_file
+    monkeypatch.setattr(digest, "sha256_file", lambda path: hashed.append(path.name) or real(path))
+    assert house.build(paranoid=True).made == ()
+    assert {"model-00001-of-00002.safetensors", "rank0.safetensors", "openvino_model.bin"} <= set(hashed)
+
+
+def test_an_edited_manifest_is_not_believed(house):
+    failing = "smoke.prompts.0.expect=FAIL"
+    with pytest.raises(VerdictError):
+        house.build(failing)
+    path = house.view / "manifest.json"
+    path.write_text(path.read_text().replace('"built, not proven"', '"proven"'))
+    with pytest.raises(UsageError, match="cannot be used"):
+        manifest.read(house.view)
+    with pytest.raises(VerdictError):
+        house.build(failing)
+    assert manifest.read(house.view).state == "built, not proven"
+    assert (house.view / "kept" / "manifest.json").exists()
+
+
+def test_a_failed_smoke_test_is_a_negative_verdict_and_never_proven(house):
+    house.build()
+    with pytest.raises(VerdictError) as caught:
+        house.build("smoke.prompts.0.expect=FAIL")
+    assert caught.value.exit_code == 1
+    assert manifest.read(house.view).state == "built, not proven"
+    assert manifest.read(house.view).data["evidence"]["smoke"]["passed"] is False
+    with pytest.raises(VerdictError):
+        house.build("smoke.prompts.0.expect=FAIL")
+    assert house.ran == ["smoke"]
+    assert house.build().state == "proven"
+    assert house.ran == []
+
+
+def test_a_failing_stage_keeps_the_earlier_result(house, monkeypatch):
+    house.build()
+    good, written = house.contents(), (house.view / "manifest.json").read_bytes()
+
+    def broken(work, destination):
+        (destination / "half").write_text("x")
+        raise HostError("no memory")
+
+    monkeypatch.setattr(pipeline_stages, "engine", broken)
+    ran = pipeline_stages.install(monkeypatch)
+    with pytest.raises(HostError):
+        house.build("limits.max_input_len=100")
+    assert ran == ["engine"]
+    assert house.contents() == good
+    assert (house.view / "manifest.json").read_bytes() == written
+    assert house.leftovers() == []
+
+
+def test_force_runs_every_stage_again_and_a_failure_keeps_the_old_artifact(house, monkeypatch):
+    house.build()
+    house.build(force=True)
+    assert house.ran == ALL
+
+    def broken(work, destination):
+        raise HostError("no memory")
+
+    monkeypatch.setattr(pipeline_stages, "checkpoint", broken)
+    pipeline_stages.install(monkeypatch)
+    with pytest.raises(HostError):
+        house.build(force=True)
+    assert house.build().state == "proven"
+
+
+def test_to_stops_at_a_stage_and_names_it(house):
+    for stage, ran in (("source", []), ("checkpoint", ["checkpoint"]), ("repository", ["engine", "repository"])):
+        result = house.build(to=stage)
+        assert result.state == f"built to {stage}"
+        assert house.ran == ran
+    with pytest.raises(UsageError, match="no such stage"):
+        house.build(to="plan")
+
+
+def test_an_earlier_full_build_stays_when_only_a_part_is_asked_for(house):
+    house.build()
+    assert house.build(to="checkpoint").state == "proven"
+    assert (house.view / "repository").is_dir()
+    # With another checkpoint the later stages would be of another model: they leave the view.
+    assert house.build("parallel.tensor=1", to="checkpoint").state == "built to checkpoint"
+    assert not (house.view / "repository").exists()
+    assert house.build().made == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "to", "word"),
+    [
+        (["backend=vllm"], None, "openvino"),
+        (["backend=pytorch"], "checkpoint", "openvino"),
+        (["backend=tensorrt"], None, "--to checkpoint"),
+        (["quantization.format=fp8"], None, "none"),
+        (["quantization.kv_cache=fp8"], "checkpoint", "none"),
+    ],
+)
+def test_what_this_version_cannot_build_is_refused_before_anything_is_fetched(house, overrides, to, word):
+    shutil.rmtree(house.source)
+    with pytest.raises(RecipeError) as caught:
+        house.build(*overrides, to=to)
+    assert word in str(caught.value)
+    assert not house.cache.exists()
+    assert not house.view.exists()
+
+
+def test_tensorrt_shares_the_checkpoint_with_openvino(house):
+    house.build(to="checkpoint")
+    assert house.build("backend=tensorrt", to="checkpoint").state == "built to checkpoint"
+    assert house.ran == []
+
+
+def test_a_missing_package_is_found_before_the_first_stage(house, monkeypatch):
+    from lpxbuild.pipeline import host
+
+    monkeypatch.setattr(host, "find_spec", lambda name: None if name == "pytriton" else object())
+    with pytest.raises(HostError, match="nvidia-pytriton"):
+        house.build()
+    assert house.ran == []
+    assert house.build(to="checkpoint").state == "built to checkpoint"
+
+
+def test_a_stage_that_has_no_room_is_not_begun(house, monkeypatch):
+    from lpxbuild.pipeline import host
+
+    monkeypatch.setattr(host, "free_bytes", lambda folder: 1000)
+    with pytest.raises(HostError) as caught:
+        house.build()
+    assert "needed" in caught.value.what
+    assert "free" in caught.value.what
+    assert house.ran == []
+
+
+def test_why_names_the_moved_input_and_does_nothing(house):
+    assert [plan.runs for plan in house.why().stages] == [False, True, True, True, True]
+    assert not house.cache.exists()
+    assert not house.view.exists()
+    house.build()
+    assert not any(plan.runs for plan in house.why().stages)
+    before = sorted((path, path.stat().st_mtime_ns) for path in house.folder.rglob("*"))
+    plan = house.why("limits.max_input_len=512")
+    assert "limits.max_input_len: 1024 → 512" in plan.text()
+    assert [stage.runs for stage in plan.stages] == [False, False, True, True, True]
+    (house.view / "engine" / "engine.json").write_text("{}")
+    assert any("engine/engine.json was changed" in line for line in house.why().build_folder)
+    after = sorted((path, path.stat().st_mtime_ns) for path in house.folder.rglob("*"))
+    assert len(before) == len(after)
+
+
+def test_two_builds_at_once_make_each_artifact_once(house):
+    recipe = Recipe.load(house.recipe_path, [])
+    results, outputs = [], [Output.quiet(), Output.quiet()]
+
+    def run(index):
+        results.append(
+            building.build(
+                recipe,
+                recipe_path=house.recipe_path,
+                cache_dir=house.cache,
+                build_dir=house.folder / f"build{index}",
+                output=outputs[index],
+            )
+        )
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [result.state for result in results] == ["proven", "proven"]
+    assert sorted(house.ran) == sorted(ALL)
+
+
+def test_two_names_share_artifacts_without_hashing_each_other(house, monkeypatch):
+    house.build()
+    house.recipe_path.write_text(house.recipe_path.read_text().replace("tiny", "other"))
+    house.build()
+    assert house.ran == []
+    house.recipe_path.write_text(house.recipe_path.read_text().replace("other", "tiny"))
+    assert house.build().state == "proven"
+    assert house.output.notices == []
+
+
+def test_prune_leaves_what_a_build_shows_and_says_so(house):
+    house.build()
+    cache = Cache(house.cache)
+    pruned = cache.prune(output=Output.quiet())
+    assert pruned.removed == ()
+    assert {entry.stage for entry in pruned.kept_in_use} == set(ALL)
+    house.build("limits.max_input_len=512")  # now the older engine is shown by nobody
+    dry = cache.prune(dry_run=True, output=Output.quiet())
+    assert [entry.stage for entry in dry.removed].count("engine") == 1
+    assert len(cache.ls()) == 7
+    assert len(cache.prune(output=Output.quiet()).removed) == 3
+    good = house.contents()
+    cache.prune(include_used=True, output=Output.quiet())
+    assert cache.ls() == []
+    assert house.contents() == good  # links keep the view alive
+    assert house.build("limits.max_input_len=512").state == "proven"
+    assert house.contents() == good
+
+
+def test_the_lock_pins_files_and_versions(house):
+    with pytest.raises(UsageError, match="there is no"):
+        house.build(locked=True)
+    house.build()
+    lock = house.folder / "recipe.lock"
+    text = lock.read_text()
+    assert "model-00001-of-00002.safetensors" in text
+    assert "openvino" in text
+    house.build(locked=True)
+    assert lock.read_text() == text
+    flip_byte(house.source / "model-00002-of-00002.safetensors", offset=4000)
+    with pytest.raises(SourceError) as caught:
+        house.build(locked=True)
+    assert "model-00002-of-00002.safetensors" in caught.value.why
+    assert house.ran == []
+    assert lock.read_text() == text
+    house.build()
+    assert lock.read_text() != text
+    lock.write_text(lock.read_text().replace("openvino: 20", "openvino: 19"))
+    with pytest.raises(SourceError, match="--locked") as caught:
+        house.build(locked=True)
+    assert "version of openvino: 19" in caught.value.why
+
+
+def test_relative_sources_start_from_the_recipe(house, monkeypatch, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert house.build(to="checkpoint").state == "built to checkpoint"
+
+
+def test_the_key_reads_every_file_that_the_checked_source_names(house):
+    from lpxbuild.pipeline.source_input import source_files
+    from lpxbuild.source import check
+
+    for case in ("baseline", "baseline_tp2", "qwen2_qkv_bias", "tied_no_lm_head"):
+        source = check(CASES / case, origin=case, need_tokenizer=True, output=Output.quiet())
+        assert {file.name for file in source.files} <= set(source_files(CASES / case))
