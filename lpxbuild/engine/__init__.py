@@ -82,7 +82,10 @@ BACKENDS: dict[str, Backend] = {
     "openvino": Backend(
         module="lpxbuild.engine.openvino.compile",
         attention={"sliding_window": "paged", "mixed_layers": "paged"},
-        refused={},
+        refused={
+            "soft_cap": "the paged pipeline does not know an attention whose scores pass through tanh",
+            "alibi": "the paged pipeline drops the mask, and the ALiBi slopes in it with it",
+        },
     ),
 }
 

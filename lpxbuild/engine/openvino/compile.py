@@ -15,6 +15,7 @@ from lpxbuild.engine import EngineReport, Limits, Runtime, check_features
 from lpxbuild.engine.openvino.graph import WeightForm, build_graph
 from lpxbuild.engine.openvino.weights import MergedWeights
 from lpxbuild.errors import HostError, RecipeError, SourceError
+from lpxbuild.families import attention_features
 from lpxbuild.output import Output
 
 KV_BLOCK_TOKENS = 32  # of OpenVINO GenAI's paged cache on a CPU
@@ -45,7 +46,7 @@ def compile_engine(
     versions = _versions()
     reader = checkpoints.read(checkpoint)
     config = reader.config
-    executor = check_features(_features(config), "openvino")
+    executor = check_features(attention_features(reader.shape), "openvino")
     weights = MergedWeights(reader, destination)
     blocks = _kv_blocks(weights, limits, runtime)
     _notice_positions(config, limits, output)
@@ -98,14 +99,6 @@ def compile_engine(
     weight_bytes = (destination / "openvino_model.bin").stat().st_size
     output.step(f"engine: {weight_bytes / 1e6:.0f} MB of weights, {blocks} KV blocks, executor {executor}")
     return EngineReport(executor=executor, precision=runtime.precision, weight_bytes=weight_bytes, kv_blocks=blocks)
-
-
-def _features(config: dict[str, Any]) -> list[str]:
-    extra = config["lpx"]
-    if extra["sliding_window"] is None:
-        return []
-    kinds = set(extra["layer_types"] or ["sliding_attention"])
-    return ["alternating_windows"] if len(kinds) > 1 else ["sliding_window"]
 
 
 def _weight_form(config: dict[str, Any], precision: str) -> WeightForm:
