@@ -119,8 +119,8 @@ def _mapped_paths() -> set[str]:
     return used
 
 
-def port_holder(port: int) -> str:
-    """ "pid 123 (nginx)" for the listener of a TCP port, "" where it cannot be seen (another user's process)."""
+def listener(port: int) -> int | None:
+    """Process id of the listener of a TCP port; None where there is none, or where it is another user's."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -129,9 +129,29 @@ def port_holder(port: int) -> str:
                 listening = fields[3] == "0A"
                 if listening and int(fields[1].rsplit(":", 1)[1], 16) == port:
                     inodes.add(f"socket:[{fields[9]}]")
-    for folder in _folders():
+    for folder in _folders() if inodes else ():
         with contextlib.suppress(OSError):
             for descriptor in (folder / "fd").iterdir():
                 if str(descriptor.readlink()) in inodes:
-                    return f"pid {folder.name} ({(folder / 'comm').read_text().strip()})"
-    return ""
+                    return int(folder.name)
+    return None
+
+
+def port_holder(port: int) -> str:
+    """ "pid 123 (nginx)" for the listener of a TCP port, "" where it cannot be seen."""
+    pid = listener(port)
+    if pid is None:
+        return ""
+    try:
+        return f"pid {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    except OSError:
+        return f"pid {pid}"
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Environment that a process was started with; empty where it cannot be read."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

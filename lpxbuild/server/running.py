@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from lpxbuild.errors import LpxError, ToolError
 from lpxbuild.output import Output
-from lpxbuild.server import checks, guard, logs, processes
+from lpxbuild.server import checks, drain, guard, logs, processes
 from lpxbuild.server.engine_host import EngineHost
 from lpxbuild.server.supervisor import Supervisor, SupervisorSettings
 from lpxbuild.server.triton_http import TritonHttp
-
-# After a stub was killed once, Triton 2.51 never gets through its unloading: nothing is lost by not waiting for it.
-UNLOAD_PATIENCE_AFTER_REPAIR = 3.0
-# Written when the last running request has finished and the unloading begins.
-REQUESTS_FINISHED = "All models are stopped, unloading models"
 
 
 @dataclass(frozen=True)
@@ -175,22 +168,28 @@ class RunningServer:
         return self.failure(f"tritonserver ended with {how} {when}")
 
     def _drain(self, process: subprocess.Popen[bytes]) -> None:
-        log_end = logs.size(self.log_path)
-        process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.drain_seconds + guard.DRAIN_MARGIN
-        while process.poll() is None and time.monotonic() < deadline:
-            if self.repairs and REQUESTS_FINISHED in logs.read_from(self.log_path, log_end):
-                deadline = min(deadline, time.monotonic() + UNLOAD_PATIENCE_AFTER_REPAIR)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                break
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)
-        if process.poll() is None:
-            if not self.repairs:
-                self.output.notice(f"tritonserver did not end within {self.drain_seconds:.0f} s and was killed")
-        elif process.returncode != 0:
-            self.output.notice(f"tritonserver ended with status {process.returncode}; log: {self.log_path}")
+        instances = sum(model.instances for model in self.models.values())
+        unload = drain.UNLOAD_SECONDS
+        if not self.repairs:
+            unload += instances * drain.UNLOAD_SECONDS_PER_INSTANCE
+        finished = drain.drain(
+            process,
+            self.log_path,
+            bound=self.drain_seconds + guard.DRAIN_MARGIN,
+            unload=unload,
+            ensembles={model.name for model in self.models.values() if model.steps},
+            engine_idle=self._engine_idle,
+        )
+        if not finished:
+            self.output.notice(
+                f"requests were still running after {self.drain_seconds:.0f} s and were ended; log: {self.log_path}"
+            )
+
+    def _engine_idle(self) -> bool:
+        if self.engine_host is None:
+            return True
+        stats = self.engine_host.stats(timeout=5)
+        return stats is None or int(stats["active"]) == 0
 
     def _clean_up(self) -> None:
         self._stopped = True

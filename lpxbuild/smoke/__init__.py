@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from lpxbuild.smoke.registry import SmokePrompt
 from lpxbuild.smoke.report import Check, SmokeReport
-from lpxbuild.smoke.run import Endpoints, run
+from lpxbuild.smoke.running import Endpoints, run
 
 __all__ = ["Check", "Endpoints", "SmokePrompt", "SmokeReport", "run"]

@@ -24,7 +24,6 @@ def _rendered(subject: Subject, prompt: SmokePrompt) -> str:
     if subject.repository is None:
         raise CheckFailed("a prompt with messages needs the repository: its tokenizer folder has the chat template")
     folder = Path(subject.repository) / "preprocessing" / "1" / "tokenizer"
-    messages = [message if isinstance(message, dict) else message.model_dump() for message in prompt.messages or ()]
     library = str(shipped("model_repo") / "text")
     # The same code that the models run on; it lies outside of this package, because it must run without it.
     sys.path.insert(0, library)
@@ -38,7 +37,7 @@ def _rendered(subject: Subject, prompt: SmokePrompt) -> str:
     if template is None:
         raise CheckFailed(f"a prompt has messages, but {folder} has no chat template")
     try:
-        text = str(template.render(messages))
+        text = str(template.render(list(prompt.messages or ())))
     except chat_template.ChatTemplateError as error:
         raise CheckFailed(str(error)) from error
     return _without_double_bos(text, tokenizer, subject)

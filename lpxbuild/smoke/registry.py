@@ -5,10 +5,10 @@ A check returns its detail when it passes; it raises CheckFailed, Skipped or Not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lpxbuild.smoke.client import ENSEMBLE, Fields, TritonClient
 
@@ -25,17 +25,18 @@ class Noted(Exception):
     """Neither passed nor failed; the text is what the user should know."""
 
 
-class SmokePrompt(Protocol):
-    """A prompt of the recipe: raw `text` or chat `messages`."""
+@dataclass(frozen=True)
+class SmokePrompt:
+    """A prompt of the recipe: raw `text`, or chat `messages` ({"role", "content"} each).
 
-    @property
-    def text(self) -> str | None: ...
-    @property
-    def messages(self) -> Sequence[Any] | None: ...
-    @property
-    def max_tokens(self) -> int: ...
-    @property
-    def expect(self) -> str | None: ...
+    Attributes:
+        expect: text that the greedy answer must hold.
+    """
+
+    text: str | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
+    max_tokens: int = 32
+    expect: str | None = None
 
 
 @dataclass
@@ -53,7 +54,6 @@ class Subject:
     engine_directory: Path | None = None
     max_input_len: int | None = None
     max_seq_len: int | None = None
-    prompts: Sequence[SmokePrompt] = ()
     singles: dict[str, str] = field(default_factory=dict)
 
     @property

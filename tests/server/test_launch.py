@@ -12,8 +12,8 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
+import echo_repository
 import pytest
-from standins import repository as standin
 
 from lpxbuild.errors import HostError, SourceError, ToolError
 from lpxbuild.output import Output
@@ -38,7 +38,7 @@ def listening_addresses(pid: int) -> dict[int, set[str]]:
 
 
 def test_serves_and_leaves_nothing(tmp_path, traces):
-    repository = standin.make(tmp_path / "repository")
+    repository = echo_repository.make(tmp_path / "repository")
     with start(repository, log_path=tmp_path / "log" / "triton.log") as server:
         traces.prefixes.add(server.runtime.shm_prefix)
         assert len(traces.left()) == 3  # one segment per Python model
@@ -58,7 +58,7 @@ def test_serves_and_leaves_nothing(tmp_path, traces):
 
 
 def test_given_port_that_is_busy(tmp_path, traces):
-    repository = standin.make(tmp_path / "repository")
+    repository = echo_repository.make(tmp_path / "repository")
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(HostError, match=rf"port {port} \(grpc\) is in use by pid {os.getpid()}") as caught:
@@ -76,7 +76,7 @@ def test_given_ports_are_used(tmp_path):
 
 
 def test_shared_memory_too_small(tmp_path, monkeypatch):
-    repository = standin.make(tmp_path / "repository", text_instances=2)
+    repository = echo_repository.make(tmp_path / "repository", text_instances=2)
     statistics = namedtuple("statistics", "f_bavail f_frsize")
     # Instances 2 + 1 + 2, 1 MiB each, and the margin of 8: 13 MiB.
     monkeypatch.setattr(checks.os, "statvfs", lambda _folder: statistics(12, 1 << 20))
@@ -125,7 +125,7 @@ def test_not_a_repository(tmp_path):
 
 
 def test_config_that_triton_refuses(tmp_path):
-    repository = standin.make(tmp_path / "repository")
+    repository = echo_repository.make(tmp_path / "repository")
     config = repository / "postprocessing" / "config.pbtxt"
     config.write_text(config.read_text() + "colour: 3\n")
     with pytest.raises(SourceError, match=r"postprocessing/config\.pbtxt.*colour"):
@@ -133,7 +133,7 @@ def test_config_that_triton_refuses(tmp_path):
 
 
 def test_model_that_fails_to_load(tmp_path, traces):
-    repository = standin.make(tmp_path / "repository")
+    repository = echo_repository.make(tmp_path / "repository")
     model = repository / "tensorrt_llm" / "1" / "model.py"
     model.write_text("raise ValueError('the moon is full')\n" + model.read_text())
     with pytest.raises(ToolError, match="status 1 while it was starting") as caught:
@@ -145,7 +145,7 @@ def test_model_that_fails_to_load(tmp_path, traces):
 
 
 def test_first_generation_fails(tmp_path, traces):
-    repository = standin.make(tmp_path / "repository")
+    repository = echo_repository.make(tmp_path / "repository")
     model = repository / "preprocessing" / "1" / "model.py"
     model.write_text(model.read_text().replace("responses = []", "raise ValueError('no text today')", 1))
     with pytest.raises(ToolError, match=r"first generation failed.*no text today"):
@@ -153,7 +153,7 @@ def test_first_generation_fails(tmp_path, traces):
 
 
 def test_dry_run_prints_what_start_would_use(tmp_path):
-    repository = standin.make(tmp_path / "repository")
+    repository = echo_repository.make(tmp_path / "repository")
     arguments, environment = dry_run(repository, ServerSettings(http_port=0), Output.quiet())
     assert Path(arguments[0]).name == "tritonserver"
     assert f"--model-repository={repository}" in arguments
@@ -168,7 +168,7 @@ def test_dry_run_prints_what_start_would_use(tmp_path):
 
 
 def test_nothing_stays_when_lpx_is_killed(tmp_path, traces):
-    repository = standin.make(tmp_path / "repository")
+    repository = echo_repository.make(tmp_path / "repository")
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom lpxbuild.server import checks, start\n"
         "checks.check_repository = lambda _: None\n"

@@ -7,9 +7,9 @@ import signal
 import threading
 import time
 
+import echo_repository
 import pytest
-from conftest import wait_until
-from standins import repository as standin
+from traces import wait_until
 
 from lpxbuild.errors import ToolError
 from lpxbuild.server import ServerSettings, SupervisorSettings, processes, start
@@ -35,7 +35,7 @@ def served(tmp_path, traces):
     running = []
 
     def begin(*, supervisor=QUICK, **options):
-        repository = standin.make(tmp_path / "repository", **options)
+        repository = echo_repository.make(tmp_path / "repository", **options)
         settings = ServerSettings(supervisor=supervisor, drain_seconds=5)
         server = start(repository, log_path=tmp_path / "triton.log", settings=settings)
         running.append(server)

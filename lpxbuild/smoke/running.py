@@ -6,9 +6,11 @@ import importlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lpxbuild.output import Output
 from lpxbuild.smoke.client import RequestFailed, TritonClient
@@ -28,7 +30,7 @@ class Endpoints:
 
     Attributes:
         http_url, grpc_url: "host:port".
-        engine_directory: folder of the engine host's socket, where it is on this machine.
+        engine_directory: folder of the engine host's socket; None looks for it when the server is on this host.
     """
 
     http_url: str
@@ -40,7 +42,7 @@ def run(
     target: Endpoints,
     *,
     repository: Path | None = None,
-    prompts: Sequence[SmokePrompt] = (),
+    prompts: Sequence[SmokePrompt | Mapping[str, Any]] = (),
     idle: float = DEFAULT_IDLE,
     deadline: float = DEFAULT_DEADLINE,
     output: Output | None = None,
@@ -49,7 +51,7 @@ def run(
 
     Args:
         repository: what is served, to compare its metadata and to know its limits.
-        prompts: of the recipe; each one becomes a check of its own.
+        prompts: of the recipe, also as plain mappings; each one becomes a check of its own.
         idle: longest silence between two answers of one request, in seconds.
         deadline: longest time of one check, in seconds; a check beyond it has failed.
 
@@ -61,16 +63,16 @@ def run(
     subject = Subject(
         client=TritonClient(target.http_url, target.grpc_url, idle),
         repository=repository,
-        engine_directory=target.engine_directory,
+        engine_directory=target.engine_directory or _engine_directory(target.http_url),
         max_input_len=limits.get("max_input_len"),
         max_seq_len=limits.get("max_seq_len"),
-        prompts=prompts,
     )
     for module in CHECK_MODULES:
         importlib.import_module(f"lpxbuild.smoke.{module}")
     plan: dict[str, CheckFunction] = dict(CHECKS)
-    for number, prompt in enumerate(prompts, start=1):
-        plan[f"prompt {number}"] = lambda subject, prompt=prompt: prompt_check(subject, prompt)  # type: ignore[misc]
+    for number, entry in enumerate(prompts, start=1):
+        prompt = entry if isinstance(entry, SmokePrompt) else SmokePrompt(**entry)
+        plan[f"prompt {number}"] = partial(prompt_check, prompt=prompt)
     checks: list[Check] = []
     for name, function in plan.items():
         outcome = _run_one(name, function, subject, deadline)
@@ -120,3 +122,15 @@ def _limits(repository: Path | None) -> dict[str, int]:
     except (OSError, ValueError, KeyError):
         return {}
     return {key: int(value) for key, value in limits.items() if isinstance(value, int)}
+
+
+def _engine_directory(http_url: str) -> Path | None:
+    """Where the engine host of a server on this host listens: in the environment of the process behind the port."""
+    from lpxbuild.server import processes
+
+    host, _, port = http_url.rpartition(":")
+    if host not in ("127.0.0.1", "localhost", "[::1]") or not port.isdigit():
+        return None
+    pid = processes.listener(int(port))
+    folder = processes.environment(pid).get("LPX_ENGINE_DIR") if pid is not None else None
+    return Path(folder) if folder else None

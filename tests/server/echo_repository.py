@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parent / "echo_models"
 
 
 def _tensor(name: str, kind: str, dims: str, *, optional: bool = False, scalar: bool = False) -> str:

@@ -1,0 +1,80 @@
+"""The end of a tritonserver: SIGTERM, running requests finish, models unload; and how to tell that all that is over.
+
+Triton 2.51 does not always get to its own end: a gRPC stream to the ensemble that its client cancelled stays "in
+flight" for ever, and a model whose process was killed once is never unloaded. Waiting for either loses time and saves
+nobody's request, so the log is read while the server drains.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lpxbuild.server import logs
+
+# Written when the last running request has finished and the unloading begins.
+REQUESTS_FINISHED = "All models are stopped, unloading models"
+# One report each second: how many models have requests, then their names.
+_REPORT = re.compile(r"Timeout \d+: Found \d+ model versions that have in-flight inferences")
+_IN_FLIGHT = re.compile(r"Model '(?P<model>[^']+)' \(version \d+\) has \d+ in-flight inferences")
+# Unloading takes Triton about a second for each Python instance of a model.
+UNLOAD_SECONDS = 4.0
+UNLOAD_SECONDS_PER_INSTANCE = 1.5
+
+
+def forsaken(log: str, ensembles: set[str]) -> bool:
+    """Whether only ensembles have requests in flight and none of their steps, in the last two reports of the log.
+
+    Between two steps a request is in no step for an instant; two reports are a second apart. The newest report may
+    not be written to its end yet and is not counted.
+    """
+    reports = _REPORT.split(log)[1:-1]
+    if len(reports) < 2:
+        return False
+    named = [{match["model"] for match in _IN_FLIGHT.finditer(report)} for report in reports[-2:]]
+    return all(models and models <= ensembles for models in named)
+
+
+def drain(
+    process: subprocess.Popen[bytes],
+    log_path: Path,
+    *,
+    bound: float,
+    unload: float,
+    ensembles: set[str],
+    engine_idle: Callable[[], bool],
+) -> bool:
+    """SIGTERM, and wait for the end of the process, or until nothing is left that is worth waiting for.
+
+    Args:
+        bound: longest wait, in seconds.
+        unload: longest wait after the last running request has finished.
+        ensembles: names of the ensembles.
+        engine_idle: whether the engine has no running request.
+
+    Returns:
+        Whether all running requests had finished. The process may still be there.
+    """
+    position = logs.size(log_path)
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + bound
+    finished = False
+    looked = 0.0
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            if finished or time.monotonic() - looked < 0.2:
+                continue
+            looked = time.monotonic()
+            log = logs.read_from(log_path, position)
+            if REQUESTS_FINISHED in log:
+                finished = True
+                deadline = min(deadline, time.monotonic() + unload)
+            elif forsaken(log, ensembles) and engine_idle():
+                return True
+    return finished or process.returncode == 0
