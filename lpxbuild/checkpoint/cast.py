@@ -34,7 +34,7 @@ def cast(source: Array, target: Array) -> Overflow | None:
 
     16-bit to 16-bit goes through a table of all 65,536 values, which is exact and faster than arithmetic.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         if source.dtype.itemsize == 2 and target.dtype.itemsize == 2:
             table, threshold = _table(source.dtype.name, target.dtype.name)
             bits = source.view(np.uint16)
@@ -66,7 +66,7 @@ def _infinity_bits(name: str) -> int:
 def _table(source: str, target: str) -> tuple[npt.NDArray[np.uint16], int | None]:
     """Target bits of all source bits, and the smallest magnitude (as source bits) that may have overflowed."""
     values = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(_type(source)).astype(np.float32)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         table = values.astype(_type(target))
     lost = (np.isinf(table.astype(np.float32)) & np.isfinite(values))[: 1 << 15]
     return table.view(np.uint16), int(lost.argmax()) if lost.any() else None
