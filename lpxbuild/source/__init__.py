@@ -28,7 +28,10 @@ def local_file(source: str) -> Path | None:
     """
     if source.startswith(PREFIX):
         return find_in_package(source)
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:  # ~somebody, and nobody of that name is here
+        path = Path(source)
     if path.exists():
         return path
     if is_repository(source) and not source.endswith(".gguf"):

@@ -132,7 +132,11 @@ def read_tensors(path: Path, origin: str, revision: str | None) -> tuple[dict[st
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise SourceError(f"{INDEX} names {name!r}, which is not a safetensors file of this folder")
+            raise SourceError(
+                f"{INDEX} names {name!r}, which is not a safetensors file of this folder",
+                why=f"the index of {path} is broken",
+                next=download_command(path, origin, INDEX, revision),
+            )
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         raise SourceError(
