@@ -47,6 +47,13 @@ def read_header(path: Path, *, download: str) -> dict[str, TensorEntry]:
     Raises:
         SourceError: a Git LFS pointer, a file cut short, a header that breaks the format.
     """
+    try:
+        return _read(path, download)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}", next=f"ls -l {path}") from None
+
+
+def _read(path: Path, download: str) -> dict[str, TensorEntry]:
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import queue
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class _Repository:
 
     id: str
     commit: str
-    sizes: dict[str, int]
+    sizes: dict[str, int | None]  # None where a mirror does not tell
     options: dict[str, Any]  # of every hf_hub_download call
 
 
@@ -89,17 +90,17 @@ def fetch_repository(repository: str, revision: str | None, *, destination: Path
             _download(found, name)
         family_for(read_config(folder))  # refuse before gigabytes are on their way
         weights = _weight_files(folder, found)
-        absent = {name: found.sizes[name] for name in weights if not (folder / name).exists()}
-        _check_space(folder, sum(absent.values()))
+        total = sum(found.sizes[name] or 0 for name in weights if not (folder / name).exists())
+        _check_space(folder, total)
         output.step(f"source: {repository} at {found.commit[:12]}, {len(small) + len(weights)} files")
         with (
-            output.progress(f"download {repository}", sum(absent.values()) or None) as advance,
+            output.progress(f"download {repository}", total or None) as advance,
             _watch(folder, advance),
         ):
             _download_all(found, folder, weights)
     for name in (*small, *weights):
         size = (folder / name).stat().st_size
-        if size != found.sizes[name]:
+        if found.sizes[name] not in (None, size):
             raise SourceError(
                 f"{name} has {size} bytes, the hub says {found.sizes[name]}",
                 why="the download was cut short or the file was changed afterwards",
@@ -134,14 +135,15 @@ def _look_up(repository: str, revision: str | None, destination: Path | None) ->
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    disable_progress_bars()  # lpx shows its own
+    disable_progress_bars()  # lpx shows its own, and says itself what went wrong
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     options: dict[str, Any] = {"token": _token(), "endpoint": os.environ.get("HF_ENDPOINT") or None}
     info = HfApi(**options).model_info(repository, revision=revision, files_metadata=True)
     if info.sha is None:
         raise SourceError(f"the hub names no commit for {repository}", next="try again, or pin model.revision")
     if destination is not None:
         options["local_dir"] = destination
-    sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
+    sizes = {file.rfilename: file.size for file in info.siblings or ()}
     return _Repository(repository, info.sha, sizes, options)
 
 
@@ -157,15 +159,29 @@ def _download_all(found: _Repository, folder: Path, names: list[str]) -> None:
         preload(found.id, name, commit=found.commit, folder=folder, **access)
         _download(found, name)
 
-    with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
-        futures = [pool.submit(one, name) for name in names]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    for name in names:
+        waiting.put(name)
+
+    def work() -> None:
+        while True:
+            try:
+                one(waiting.get_nowait())
+            except queue.Empty:
+                return
+            except BaseException as error:
+                ended.put(error)
+                return
+            ended.put(None)
+
+    # Daemons, not an executor: Ctrl-C has to end the program at once, not after the files under way.
+    for number in range(min(_PARALLEL_DOWNLOADS, len(names))):
+        threading.Thread(target=work, daemon=True, name=f"lpx-download-{number}").start()
+    for _ in names:
+        error = ended.get()
+        if error is not None:
+            raise error
 
 
 def _weight_files(folder: Path, found: _Repository) -> list[str]:
@@ -353,6 +369,6 @@ def _page(repository: str) -> str:
     return f"{(os.environ.get('HF_ENDPOINT') or 'https://huggingface.co').rstrip('/')}/{repository}"
 
 
-def _listing(sizes: dict[str, int]) -> str:
+def _listing(sizes: dict[str, int | None]) -> str:
     names = sorted(sizes)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"

@@ -43,7 +43,14 @@ def read_vocabulary(path: Path, *, need_tokenizer: bool) -> dict[str, int] | Non
     settings = read_json(file)
     if need_tokenizer:
         _check_loads(file)
-    return _token_ids(settings)
+    try:
+        return _token_ids(settings)
+    except (KeyError, TypeError, IndexError):
+        raise SourceError(
+            f"{file} is not a tokenizer: an entry of its vocabulary has no token or no id",
+            why="the file is broken",
+            next="fetch the file again",
+        ) from None
 
 
 def check_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> list[str]:
@@ -129,6 +136,8 @@ def _token_ids(settings: Mapping[str, Any]) -> dict[str, int]:
         ids.update({item[0]: index for index, item in enumerate(vocabulary)})
     for token in settings.get("added_tokens") or ():
         ids[token["content"]] = token["id"]
+    if not all(type(id_) is int for id_ in ids.values()):
+        raise TypeError
     return ids
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -32,8 +37,10 @@ class Hub:
         self.files: dict[str, bytes] = {}
         self.revisions = {"main": COMMIT, "v1": OTHER_COMMIT}
         self.gated = False
+        self.tells_sizes = True
         self.cut_after: int | None = None  # bytes of a weight file after which the connection breaks
         self.refuse_after: int | None = None  # answers of the storage after which it is gone
+        self.stalled: threading.Event | None = None  # when set, weights stop coming half-way until the event
         self.token: str | None = None  # when set, the repository is private
         self.requests: list[tuple[str, str, dict[str, str]]] = []
 
@@ -97,6 +104,8 @@ class Handler(BaseHTTPRequestHandler):
             if name.endswith(".safetensors"):
                 digest = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": digest, "oid": digest, "size": len(data), "pointerSize": 134}
+            if kind != "tree" and not self.hub.tells_sizes:
+                entry = {"rfilename": name}
             siblings.append(entry)
         body = siblings if kind == "tree" else {"id": MODEL, "modelId": MODEL, "sha": commit, "siblings": siblings}
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -139,6 +148,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":
+            return
+        if self.hub.stalled is not None and self.path.startswith("/cdn/"):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.hub.stalled.wait(30)
             return
         cut = self.hub.cut_after
         if cut is not None and len(body) > cut and self.path.startswith("/cdn/"):
@@ -245,6 +259,38 @@ def test_a_resumed_file_that_does_not_match_is_loaded_anew(hub, monkeypatch):
     (partial,) = Path(constants.HF_HUB_CACHE).rglob("*.lpx-partial")
     partial.write_bytes(bytes(partial.stat().st_size))
     assert (get() / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+
+
+def test_ctrl_c_ends_a_download_at_once(hub, tmp_path):
+    hub.add_folder(CASES / "baseline")
+    hub.stalled = threading.Event()
+    script = (
+        "from lpxbuild.source import fetch; from lpxbuild.output import Output;"
+        f"fetch({MODEL!r}, None, output=Output.quiet())"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    child = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 30
+        while not hub.downloads("cdn/model.safetensors"):
+            assert time.monotonic() < deadline
+            assert child.poll() is None, child.stderr.read()
+            threading.Event().wait(0.05)
+        begun = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        _, said = child.communicate(timeout=10)
+        assert time.monotonic() - begun < 3
+        assert "KeyboardInterrupt" in said
+    finally:
+        hub.stalled.set()
+        child.kill()
+        child.wait()
+
+
+def test_a_mirror_that_tells_no_sizes(hub):
+    hub.add_folder(CASES / "baseline")
+    hub.tells_sizes = False
+    assert (get() / "model.safetensors").exists()
 
 
 def test_gated(hub):
