@@ -20,7 +20,7 @@ from lpxbuild.pipeline.making import Maker
 from lpxbuild.pipeline.manifest import NOT_PROVEN, PROVEN, Manifest, built_to
 from lpxbuild.pipeline.placing import room_errors
 from lpxbuild.pipeline.source_input import SourceInput
-from lpxbuild.pipeline.stages import NAMES, SHOWN, STAGES, SmokeFailed, Stage, Work, stages_to
+from lpxbuild.pipeline.stages import NAMES, STAGES, SmokeFailed, Stage, Work, stages_to
 from lpxbuild.pipeline.workspace import LOGS, Workspace
 
 if TYPE_CHECKING:
@@ -238,8 +238,7 @@ class _Build:
 
     def _obtain(self, stage: Stage) -> Artifact:
         wanted = self.components(stage)
-        key = key_of(stage.name, wanted)
-        if stage.hash_input and stage.after in self.artifacts and self._has_to_run(stage, key):
+        if stage.hash_input and stage.after in self.artifacts and self._has_to_run(stage, wanted):
             before = STAGES[NAMES.index(stage.after)]
             self.artifacts[before.name] = self.maker.obtain(before, self.components(before), self._work(), full=True)
             self.paths[before.name] = self.artifacts[before.name].path
@@ -256,8 +255,8 @@ class _Build:
         self.paths[stage.name] = artifact.path
         return artifact
 
-    def _has_to_run(self, stage: Stage, key: str) -> bool:
-        return self.maker.force or self.cache.find(stage.name, key) is None
+    def _has_to_run(self, stage: Stage, wanted: Mapping[str, str]) -> bool:
+        return self.maker.force or self.maker.cached(stage, wanted) is None
 
     def _work(self) -> Work:
         return Work(
@@ -349,8 +348,7 @@ class _Build:
             "notices": sorted({notice for artifact in self.artifacts.values() for notice in artifact.notices}),
             "evidence": evidence,
         }
-        shown = {name: artifact for name, artifact in self.artifacts.items() if name in SHOWN or name in stages}
-        result = self.workspace.update(shown, texts, data, full=self.paranoid)
+        result = self.workspace.update(self.artifacts, texts, data, full=self.paranoid)
         return BuildResult(self.workspace.root, result, result.state, tuple(n for n in NAMES if n in self.maker.made))
 
 

@@ -153,7 +153,7 @@ def _smoke(work: Work, destination: Path) -> dict[str, Any]:
         report = smoke.run(
             smoke.Endpoints(running.http_url, running.grpc_url, running.runtime.folder),
             repository=repository,
-            prompts=recipe.smoke.prompts,
+            prompts=[prompt.model_dump(mode="json") for prompt in recipe.smoke.prompts],
             output=work.output,
         )
     evidence = report.as_dict()

@@ -288,6 +288,21 @@ def test_a_silently_rotten_checkpoint_is_hashed_before_an_engine_is_compiled_fro
     assert not any(verdict.problems for verdict in Cache(house.cache).verify(output=Output.quiet()))
 
 
+def test_a_rotten_checkpoint_is_found_when_only_the_engine_has_to_be_repaired(house):
+    house.build()
+    good = house.contents()
+    folder = next(house.cache.glob("checkpoint/*"))
+    rank = folder / "files" / "rank0.safetensors"
+    flip_byte(rank)
+    record = json.loads((folder / "artifact.json").read_text())
+    record["files"]["rank0.safetensors"]["ctime_ns"] = rank.stat().st_ctime_ns
+    (folder / "artifact.json").write_text(json.dumps(record))
+    next(house.cache.glob("engine/*/files/openvino_model.bin")).unlink()
+    house.build()
+    assert house.ran == ["checkpoint", "engine"]
+    assert house.contents() == good
+
+
 def test_cache_verify_finds_rot_and_the_next_build_repairs_it(house):
     house.build()
     folder = next(house.cache.glob("engine/*"))
@@ -534,6 +549,35 @@ def test_the_lock_pins_files_and_versions(house):
     with pytest.raises(SourceError, match="--locked") as caught:
         house.build(locked=True)
     assert "version of openvino: 19" in caught.value.why
+
+
+def test_a_hub_source_is_pinned_and_an_unchanged_build_asks_no_network(house, monkeypatch):
+    from lpxbuild import source
+
+    commits = ["1" * 40, "2" * 40]
+    asked = []
+
+    def fetch(location, revision, *, output):
+        commit = revision if revision in commits else commits[-1]
+        asked.append((location, revision))
+        return house.folder / "hub" / "snapshots" / commit
+
+    for commit in commits:
+        shutil.copytree(house.source, house.folder / "hub" / "snapshots" / commit)
+    monkeypatch.setattr(source, "fetch", fetch)
+    house.recipe_path.write_text("name: tiny\nmodel: {source: org/model}\nsmoke: {prompts: [{text: hello}]}\n")
+    house.build(to="checkpoint")
+    assert asked == [("org/model", None)]
+    assert f"commit: '{'2' * 40}'" in (house.folder / "recipe.lock").read_text()
+    commits.append("3" * 40)  # the branch moves on; the lock holds
+    house.build(to="checkpoint")
+    house.build(to="checkpoint", locked=True)
+    assert not any(plan.runs for plan in house.why(to="checkpoint").stages)
+    assert (asked, house.ran) == ([("org/model", None)], [])
+    shutil.rmtree(house.folder / "hub" / "snapshots" / ("2" * 40))
+    with pytest.raises(SourceError):
+        house.build(to="checkpoint", locked=True)
+    assert asked[-1] == ("org/model", "2" * 40)
 
 
 def test_relative_sources_start_from_the_recipe(house, monkeypatch, tmp_path):
