@@ -129,7 +129,7 @@ def parse(message: dict[str, Any], limits: EngineLimits) -> EngineRequest:
     if beam_width < 1 or sequences < 1:
         raise RequestError(f"beam_width is {beam_width} and num_return_sequences {sequences}; both must be at least 1")
     if beam_width > limits.max_beam_width:
-        raise RequestError(f"beam_width is {beam_width}, max_beam_width of the engine is {limits.max_beam_width}")
+        raise RequestError(f"beam_width is {beam_width}, max_beam_width is {limits.max_beam_width}")
     if beam_width > 1 and sequences > beam_width:
         raise RequestError(f"num_return_sequences is {sequences}, beam_width {beam_width} gives no more")
     if beam_width == 1 and sequences > limits.max_batch_size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,12 @@ class TritonPythonModel:
         self._table = InputTable(Path(__file__).resolve().parent / "tensors.json", BACKEND)
         self._engine = EngineClient(folder / parameters["gpt_model_path"], python=parameters.get("engine_python", ""))
         try:
-            self._limits = EngineLimits.from_description(self._engine.open())
+            limits = EngineLimits.from_description(self._engine.open())
         except EngineError as error:
             raise pb_utils.TritonModelException(str(error)) from error
+        # The repository may allow less than the engine was built for, not more.
+        beams = int(parameters.get("max_beam_width", limits.max_beam_width))
+        self._limits = replace(limits, max_beam_width=min(beams, limits.max_beam_width))
         self._answers: set[Answer] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
