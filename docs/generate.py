@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
-import subprocess
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,35 +25,65 @@ def recipe_reference() -> str:
 
 
 def cli_reference() -> str:
-    """Every command's `--help`, as a terminal of 100 columns shows it."""
-    import typer
-
+    """Commands, arguments and options, read from the functions (the look of `--help` varies with Typer's version)."""
     from lpxbuild.cli import app
 
     lines = [
         "# Command line reference",
         "",
-        "Generated from `--help` (`make docs`). Every command knows `--json` (one document on stdout) and `--quiet`;",
-        "results go to stdout, everything else to stderr. `LPX_DEBUG=1` shows tracebacks, `LPX_CACHE` names the cache.",
+        "Generated from the commands (`make docs`); `lpx COMMAND --help` says the same. Results go to stdout,",
+        "everything else to stderr. `LPX_DEBUG=1` shows tracebacks, `lpx --install-completion` sets up the shell's",
+        "completion, `lpx --version` prints the versions that matter. Exit codes: [exit-codes.md](exit-codes.md).",
+        "",
+    ]
+    for command in app.registered_commands:
+        lines += _command_reference("lpx", command)
+    for group in app.registered_groups:
+        for command in group.typer_instance.registered_commands:
+            lines += _command_reference(f"lpx {group.name}", command)
+    return "\n".join(lines)
+
+
+def _command_reference(prefix: str, command: Any) -> list[str]:
+    hints = get_type_hints(command.callback, include_extras=True)
+    arguments, rows = [], []
+    for name, parameter in inspect.signature(command.callback).parameters.items():
+        info = hints[name].__metadata__[0]
+        first = (info.default,) if isinstance(info.default, str) else ()
+        flags = [*first, *(info.param_decls or ())] or [f"--{name.replace('_', '-')}"]
+        kind = hints[name].__origin__
+        value = "" if kind is bool else f" {info.metavar or _placeholder(kind)}"
+        text = (info.help or "") + (f" Environment: `{info.envvar}`." if info.envvar else "")
+        if type(info).__name__ == "ArgumentInfo":
+            required = parameter.default is inspect.Parameter.empty
+            arguments.append(name.upper() if required else f"[{name.upper()}]")
+            rows.append(f"| `{name.upper()}` | {text} | {'required' if required else ''} |")
+        else:
+            default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
+            shown = ", ".join(f"`{flag}{value}`" for flag in flags)
+            rows.append(f"| {shown} | {text} | {default} |")
+    usage = " ".join([prefix, command.name, *arguments, "[OPTIONS]"])
+    summary = (command.callback.__doc__ or "").strip()
+    return [
+        f"## {prefix} {command.name}",
+        "",
+        summary,
+        "",
+        f"```\n{usage}\n```",
+        "",
+        "| | | default |",
+        "|---|---|---|",
+        *rows,
         "",
     ]
 
-    def describe(command: Any, path: list[str]) -> None:
-        environment = {**os.environ, "COLUMNS": "100", "TERMINAL_WIDTH": "100", "LPX_CACHE": ""}
-        shown = subprocess.run(
-            [sys.executable, "-m", "lpxbuild", *path[1:], "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment,
-            cwd=ROOT,
-        ).stdout.replace("python -m lpxbuild", "lpx")
-        lines.extend([f"{'#' * (len(path) + 1)} {' '.join(path)}", "", "```", shown.strip(), "```", ""])
-        for name, inner in getattr(command, "commands", {}).items():
-            describe(inner, [*path, name])
 
-    describe(typer.main.get_command(app), ["lpx"])
-    return "\n".join(lines)
+def _placeholder(kind: Any) -> str:
+    kinds = [kind, *get_args(kind)]
+    for known, word in ((int, "N"), (float, "N"), (Path, "PATH")):
+        if known in kinds:
+            return word
+    return "TEXT"
 
 
 def exit_codes() -> str:
@@ -65,15 +94,25 @@ def exit_codes() -> str:
 
 
 def formats() -> str:
-    from lpxbuild.quantization import formats_table
+    from lpxbuild.quantization import markdown_table
 
-    return formats_table()
+    return (
+        "# Quantization formats\n\nGenerated from `lpxbuild/quantization/formats.py` (`make docs`).\n\n"
+        + markdown_table().rstrip()
+        + "\n"
+    )
 
 
 def request_inputs() -> str:
     from lpxbuild.repository import request_inputs_table
 
-    return request_inputs_table()
+    return (
+        "# Request inputs\n\nThe optional inputs of the official layout, per backend. Generated from\n"
+        "`model_repo/tensorrt_llm/tensors.json` (`make docs`). A refused input that carries something is answered with\n"
+        "an error that names the tensor and the backends that honour it; nothing is accepted and ignored.\n\n"
+        + request_inputs_table().rstrip()
+        + "\n"
+    )
 
 
 GENERATED: dict[str, Callable[[], str]] = {

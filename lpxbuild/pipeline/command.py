@@ -157,8 +157,20 @@ def _text(result: BuildResult, build_dir: Path) -> str:
     how = f"made {', '.join(result.made)}" if result.made else "nothing to do"
     if result.made and reused:
         how += f"; re-used {', '.join(reused)}"
-    text = f"{shown}: {result.state} ({how})"
+    text = "\n".join([*_answers(result), f"{shown}: {result.state} ({how})"])
     return f"{text}\nnext: lpx serve {shown}" if result.state == "proven" else text
+
+
+def _answers(result: BuildResult) -> list[str]:
+    """What the served model answered to the recipe's prompts."""
+    checks = result.manifest.data["evidence"].get("smoke", {}).get("report", {}).get("checks", [])
+    details = {check["name"]: check["detail"] for check in checks}
+    lines = []
+    for number, prompt in enumerate(result.manifest.data["recipe"]["smoke"]["prompts"], 1):
+        if (detail := details.get(f"prompt {number}")) is not None:
+            asked = prompt["text"] or prompt["messages"][-1]["content"]
+            lines.append(f"{asked!r} -> {detail}")
+    return lines
 
 
 def _row(entry: Entry) -> dict[str, object]:
