@@ -108,8 +108,8 @@ def request_inputs() -> str:
 
     return (
         "# Request inputs\n\nThe optional inputs of the official layout, per backend. Generated from\n"
-        "`model_repo/tensorrt_llm/tensors.json` (`make docs`). A refused input that carries something is answered with\n"
-        "an error that names the tensor and the backends that honour it; nothing is accepted and ignored.\n\n"
+        "`model_repo/tensorrt_llm/tensors.json` (`make docs`). A refused input that carries something is answered\n"
+        "with an error that names the tensor and the backends that honour it; nothing is accepted and ignored.\n\n"
         + request_inputs_table().rstrip()
         + "\n"
     )
