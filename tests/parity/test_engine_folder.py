@@ -1,0 +1,216 @@
+"""What is in an engine folder, and what the engine refuses before or while it compiles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lpxbuild import checkpoint, source
+from lpxbuild.engine import check_features, compile_engine
+from lpxbuild.engine.openvino.rope import frequencies
+from lpxbuild.errors import HostError, LpxError, RecipeError, SourceError
+from lpxbuild.output import Output
+
+CASES = Path(__file__).parents[1] / "cases" / "data"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The recipe's `limits` and `runtime` in one."""
+
+    max_batch_size: int = 4
+    max_input_len: int = 64
+    max_seq_len: int = 96
+    max_num_tokens: int = 48
+    max_beam_width: int = 1
+    precision: str = "exact"
+    threads: int | None = None
+    kv_cache_bytes: int = 1 << 20
+    enable_kv_cache_reuse: bool = True
+    enable_chunked_context: bool = True
+
+
+@pytest.fixture(scope="module")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The baseline case at two ranks, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    case = CASES / "baseline_tp2"
+    checked = source.check(case, origin=str(case), tensor_parallel=2, output=Output.quiet())
+    checkpoint.convert(checked, folder, dtype="auto", tensor_parallel=2, output=Output.quiet())
+    return folder
+
+
+def compiled(checkpoint_folder: Path, target: Path, sizes: Sizes, output: Output | None = None) -> dict[str, object]:
+    target.mkdir()
+    compile_engine("openvino", checkpoint_folder, target, limits=sizes, runtime=sizes, output=output or Output.quiet())
+    engine: dict[str, object] = json.loads((target / "engine.json").read_text())
+    return engine
+
+
+def test_engine_folder(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    engine = compiled(tiny_checkpoint, folder, Sizes())
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "engine.json",
+        "generation_config.json",
+        "openvino_model.bin",
+        "openvino_model.xml",
+        "tokenizer",
+    ]
+    assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == (
+        CASES / "baseline_tp2" / "tokenizer.json"
+    ).read_bytes()
+    assert engine["executor"] == "paged"
+    assert engine["vocab_size"] == 320
+    assert engine["limits"] == {
+        "max_batch_size": 4,
+        "max_input_len": 64,
+        "max_seq_len": 96,
+        "max_beam_width": 1,
+        "max_num_tokens": 48,
+    }
+    # 2 layers × (keys, values) × 2 KV heads × 16 numbers × 32 tokens × 4 bytes = 16 KiB a block.
+    config = json.loads((CASES / "baseline_tp2" / "config.json").read_text())
+    head = config["hidden_size"] // config["num_attention_heads"]
+    block = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head * 32 * 4
+    assert engine["scheduler"] == {
+        "cache_size_bytes": 1 << 20,
+        "num_kv_blocks": (1 << 20) // block,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 4,
+        "dynamic_split_fuse": True,
+        "enable_prefix_caching": True,
+    }
+    assert engine["properties"] == {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+    }
+    assert engine["checkpoint"] == {
+        name: hashlib.sha256((tiny_checkpoint / name).read_bytes()).hexdigest()
+        for name in ("rank0.safetensors", "rank1.safetensors")
+    }
+
+
+def test_threads_reach_the_properties(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    engine = compiled(tiny_checkpoint, tmp_path / "engine", Sizes(threads=1))
+    assert engine["properties"]["INFERENCE_NUM_THREADS"] == 1  # type: ignore[index]
+
+
+def test_only_vocabulary_columns_are_computed(tmp_path: Path) -> None:
+    """321 tokens over two ranks: the padding row is in the rank files and not in the graph."""
+    import openvino as ov
+
+    case = CASES / "vocab_odd_tp2"
+    checked = source.check(case, origin=str(case), tensor_parallel=2, output=Output.quiet())
+    (tmp_path / "checkpoint").mkdir()
+    checkpoint.convert(checked, tmp_path / "checkpoint", dtype="auto", tensor_parallel=2, output=Output.quiet())
+    compiled(tmp_path / "checkpoint", tmp_path / "engine", Sizes())
+    model = ov.Core().read_model(tmp_path / "engine" / "openvino_model.xml")
+    assert model.output("logits").get_partial_shape()[2].get_length() == 321
+
+
+def test_a_cache_too_small_for_one_request_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        compiled(tiny_checkpoint, tmp_path / "engine", Sizes(kv_cache_bytes=32 << 10))
+    assert "max_seq_len 96" in caught.value.what
+    assert "runtime.kv_cache_gib" in caught.value.next
+
+
+def test_a_length_beyond_the_positions_is_said(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    output = Output.quiet()
+    compiled(tiny_checkpoint, tmp_path / "engine", Sizes(max_seq_len=160), output)
+    assert any("max_seq_len 160" in notice and "128" in notice for notice in output.notices)
+
+
+def test_a_missing_rank_file_is_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "checkpoint"
+    broken.mkdir()
+    for file in tiny_checkpoint.iterdir():
+        if file.is_file() and file.name != "rank1.safetensors":
+            (broken / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(LpxError, match=r"rank1\.safetensors"):
+        compiled(broken, tmp_path / "engine", Sizes())
+
+
+def test_a_format_that_the_engine_cannot_run_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "checkpoint"
+    other.mkdir()
+    for file in tiny_checkpoint.iterdir():
+        if file.is_file():
+            (other / file.name).write_bytes(file.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    config["quantization"]["quant_algo"] = "FP8"
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="FP8"):
+        compiled(other, tmp_path / "engine", Sizes())
+
+
+def test_without_openvino_the_extra_is_named(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lpxbuild.engine.openvino import compile as module
+
+    def absent(name: str) -> str:
+        raise module.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module.metadata, "version", absent)
+    with pytest.raises(HostError) as caught:
+        compiled(tiny_checkpoint, tmp_path / "engine", Sizes())
+    assert "lpxbuild[embedded]" in caught.value.next
+
+
+def test_attention_features() -> None:
+    assert check_features((), "openvino") == "paged"
+    assert check_features(("sliding_window", "mixed_layers"), "openvino") == "paged"
+    with pytest.raises(SourceError, match="soft_cap"):
+        check_features(("sliding_window", "soft_cap"), "openvino")
+    with pytest.raises(SourceError, match="something_new"):
+        check_features(("something_new",), "openvino")
+    with pytest.raises(RecipeError, match="tensorrt"):
+        check_features((), "tensorrt")
+
+
+def test_rotary_frequencies_by_hand() -> None:
+    plain, factor = frequencies(4, 10000.0, None, 128)
+    assert plain.tolist() == pytest.approx([1.0, 0.01])
+    assert factor == 1.0
+    linear, _ = frequencies(4, 10000.0, {"type": "linear", "factor": 4.0}, 128)
+    assert linear.tolist() == pytest.approx([0.25, 0.0025])
+    # llama3 with original length 32: wavelength 2π stays (shorter than 32/4), 2π·100 is divided (longer than 32/1).
+    llama3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled, _ = frequencies(4, 10000.0, {**llama3, "original_max_position_embeddings": 32}, 128)
+    assert scaled.tolist() == pytest.approx([1.0, 0.01 / 8])
+    _, magnitude = frequencies(4, 10000.0, {"type": "yarn", "factor": 4.0}, 128)
+    assert magnitude == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    with pytest.raises(SourceError, match="martian"):
+        frequencies(4, 10000.0, {"type": "martian"}, 128)
+
+
+def test_long_positions_keep_their_angles() -> None:
+    """cos and sin of the graph at far positions against float64: the float32 angle is all that is rounded."""
+    import openvino as ov
+    from openvino import opset13 as op
+
+    inverse, _ = frequencies(64, 500000.0, None, 131072)
+    positions = np.array([0, 1, 4095, 32767, 131071], np.int64)
+    parameter = op.parameter(ov.PartialShape([5]), ov.Type.i64)
+    angles = op.multiply(op.unsqueeze(op.convert(parameter, ov.Type.f32), np.int64(1)), op.constant(inverse[None]))
+    model = ov.Model([op.cos(angles), op.sin(angles)], [parameter])
+    request = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+    computed = request.infer([positions])
+    exact = (positions[:, None].astype(np.float32) * inverse[None]).astype(np.float64)
+    assert np.abs(computed[0] - np.cos(exact)).max() < 1e-5
+    assert np.abs(computed[1] - np.sin(exact)).max() < 1e-5
+
+
+def test_compiling_leaves_no_scratch(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    compiled(tiny_checkpoint, tmp_path / "engine", Sizes(precision="fast"))
+    assert not [path for path in (tmp_path / "engine").iterdir() if path.name.startswith("tmp")]
