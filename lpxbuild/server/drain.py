@@ -7,6 +7,7 @@ nobody's request, so the log is read while the server drains.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -20,10 +21,13 @@ from lpxbuild.server import logs
 REQUESTS_FINISHED = "All models are stopped, unloading models"
 # One report each second: how many models have requests, then their names.
 _REPORT = re.compile(r"Timeout \d+: Found \d+ model versions that have in-flight inferences")
+_UNLOADED = re.compile(r"successfully unloaded '(?P<model>[^']+)'")
 _IN_FLIGHT = re.compile(r"Model '(?P<model>[^']+)' \(version \d+\) has \d+ in-flight inferences")
 # Unloading takes Triton about a second for each Python instance of a model.
 UNLOAD_SECONDS = 4.0
 UNLOAD_SECONDS_PER_INSTANCE = 1.5
+# From the last model's unloading to the end of the process: it looks once a second.
+EXIT_SECONDS = 1.5
 
 
 def forsaken(log: str, ensembles: set[str]) -> bool:
@@ -45,6 +49,7 @@ def drain(
     *,
     bound: float,
     unload: float,
+    models: set[str],
     ensembles: set[str],
     engine_idle: Callable[[], bool],
 ) -> bool:
@@ -53,6 +58,7 @@ def drain(
     Args:
         bound: longest wait, in seconds.
         unload: longest wait after the last running request has finished.
+        models: names of the models that have processes.
         ensembles: names of the ensembles.
         engine_idle: whether the engine has no running request.
 
@@ -62,19 +68,17 @@ def drain(
     position = logs.size(log_path)
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + bound
-    finished = False
-    looked = 0.0
+    stage = "requests"
     while process.poll() is None and time.monotonic() < deadline:
-        try:
-            process.wait(0.05)
-        except subprocess.TimeoutExpired:
-            if finished or time.monotonic() - looked < 0.2:
-                continue
-            looked = time.monotonic()
-            log = logs.read_from(log_path, position)
-            if REQUESTS_FINISHED in log:
-                finished = True
-                deadline = min(deadline, time.monotonic() + unload)
-            elif forsaken(log, ensembles) and engine_idle():
-                return True
-    return finished or process.returncode == 0
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        log = logs.read_from(log_path, position)
+        if stage == "requests" and REQUESTS_FINISHED in log:
+            stage = "unloading"
+            deadline = min(deadline, time.monotonic() + unload)
+        elif stage == "requests" and forsaken(log, ensembles) and engine_idle():
+            return True
+        elif stage == "unloading" and models <= {match["model"] for match in _UNLOADED.finditer(log)}:
+            stage = "end"
+            deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
+    return stage != "requests" or process.returncode == 0

@@ -177,6 +177,7 @@ class RunningServer:
             self.log_path,
             bound=self.drain_seconds + guard.DRAIN_MARGIN,
             unload=unload,
+            models={model.name for model in self.models.values() if not model.steps},
             ensembles={model.name for model in self.models.values() if model.steps},
             engine_idle=self._engine_idle,
         )

@@ -33,7 +33,7 @@ def _rendered(subject: Subject, prompt: SmokePrompt) -> str:
     finally:
         sys.path.remove(library)
     tokenizer = tokenizer_files.TokenizerFolder(folder)
-    template = chat_template.ChatTemplate.load(folder, tokenizer.special_tokens)
+    template = chat_template.ChatTemplate.load(folder, tokenizer.special_tokens())
     if template is None:
         raise CheckFailed(f"a prompt has messages, but {folder} has no chat template")
     try:
@@ -49,7 +49,7 @@ def _without_double_bos(text: str, tokenizer: Any, subject: Subject) -> str:
 
     parameters = checks.models(Path(subject.repository or "."))["preprocessing"].config.parameters
     adds = "add_special_tokens" in parameters and parameters["add_special_tokens"].string_value.lower() == "true"
-    bos = tokenizer.special_tokens.get("bos_token")
+    bos = tokenizer.special_tokens().get("bos_token")
     if adds and bos and text.startswith(bos):
         ids = tokenizer.encode(text, add_special_tokens=True)
         if ids[:1] == ids[1:2]:

@@ -16,6 +16,7 @@ if importlib.util.find_spec("pytriton") is None:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import tiny_model
 from traces import TEST_MARK, Shm, processes_with, zombie_children
 
 
@@ -40,3 +41,42 @@ def plain_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     from lpxbuild.server import checks
 
     monkeypatch.setattr(checks, "check_repository", lambda _repository: None)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engine of a tiny random llama: format none, float32, exact; 96 input tokens, 320 in all."""
+    place = tmp_path_factory.mktemp("tiny")
+    return tiny_model.build_engine(tiny_model.make_source(place / "source"), place / "built")
+
+
+@pytest.fixture(scope="session")
+def tiny_repository(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its repository, with two postprocessing instances."""
+    return tiny_model.build_repository(
+        tiny_engine, tmp_path_factory.mktemp("tiny_repository") / "repository", postprocessing_instances=2
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory):
+    """That repository, served once for all tests that do not kill anything."""
+    from lpxbuild.server import start
+
+    with start(tiny_repository, log_path=tmp_path_factory.mktemp("tiny_log") / "triton.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def triton(tiny_server):
+    """A client of it."""
+    from lpxbuild.smoke.client import TritonClient
+
+    return TritonClient(tiny_server.http_url, tiny_server.grpc_url, idle=30)
+
+
+@pytest.fixture
+def slow_repository(tiny_engine: Path, tmp_path: Path) -> Path:
+    """Repeats the prompt, one token each 0.1 s for all running requests together."""
+    repository = tiny_model.build_repository(tiny_engine, tmp_path / "slow")
+    return tiny_model.make_replay(repository, {}, delay=0.1)

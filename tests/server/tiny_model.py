@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-TOKENIZER = Path(__file__).parents[1] / "cases" / "data" / "baseline"
+HERE = Path(__file__).parent
+CASES = HERE.parent / "cases" / "data"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,8 +53,8 @@ class Runtime:
     enable_chunked_context: bool = True
 
 
-def make_source(folder: Path, *, seed: int = 5, **changes: Any) -> Path:
-    """Write config.json, model.safetensors and the tokenizer."""
+def make_source(folder: Path, *, seed: int = 5, tokenizer: str = "baseline", **changes: Any) -> Path:
+    """Write config.json, model.safetensors and the tokenizer of one of the cases."""
     config = CONFIG | changes
     random = np.random.default_rng(seed)
     hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -81,7 +82,7 @@ def make_source(folder: Path, *, seed: int = 5, **changes: Any) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     for name in TOKENIZER_FILES:
-        shutil.copy(TOKENIZER / name, folder / name)
+        shutil.copy(CASES / tokenizer / name, folder / name)
     return folder
 
 
@@ -118,4 +119,16 @@ def build_repository(engine: Path, repository: Path, **settings: Any) -> Path:
 
     repository.mkdir(parents=True)
     render(engine, repository, RepositorySettings(**settings), output=Output.quiet())
+    return repository
+
+
+def make_replay(repository: Path, scripts: dict[int, list[int]], *, delay: float = 0.0, at_once: int = 8) -> Path:
+    """Let the engine host of a repository emit scripted ids, by the last id of the prompt."""
+    version = repository / "tensorrt_llm" / "1"
+    for place, content in (
+        (version / "engine_executor_paged.py", (HERE / "replay_executor.py").read_text()),
+        (version / "engine" / "replay.json", json.dumps({"scripts": scripts, "delay": delay, "at_once": at_once})),
+    ):
+        place.unlink(missing_ok=True)
+        place.write_text(content)
     return repository
