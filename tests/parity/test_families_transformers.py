@@ -1,0 +1,128 @@
+"""Configs as transformers reads them: defaults, windows, and RoPE frequencies by TensorRT-LLM's formulas."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lpxbuild.families import ModelShape, family_for
+
+BASE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 99,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+CONFIGS: list[dict[str, Any]] = [
+    {"model_type": "llama"},
+    {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 5e5, "tie_word_embeddings": True},
+    {"model_type": "llama", "max_position_embeddings": 512, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.3}},
+    {"model_type": "mistral", "num_key_value_heads": 4},
+    {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": None},
+    {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 16, "head_dim": 16},
+    {"model_type": "qwen2", "num_key_value_heads": 4},
+    {"model_type": "qwen2", "num_key_value_heads": 4, "sliding_window": 8},
+    {"model_type": "qwen2", "num_key_value_heads": 4, **WINDOW, "max_window_layers": 2},
+    {"model_type": "qwen2", "num_key_value_heads": 4, **WINDOW, "max_window_layers": 0},
+    {"model_type": "qwen2", "num_key_value_heads": 4, **WINDOW},
+    {
+        "model_type": "qwen2",
+        "num_key_value_heads": 4,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16},
+    },
+    {
+        "model_type": "qwen3",
+        "num_key_value_heads": 4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.5},
+    },
+    {"model_type": "qwen3", "num_key_value_heads": 2},
+    {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, **WINDOW, "max_window_layers": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def answers(reference_python: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [reference_python, Path(__file__).with_name("families_reference.py")],
+        input=json.dumps([BASE | config for config in CONFIGS]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    return family_for(BASE | config).model_shape(BASE | config)
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)))
+def test_sizes_and_defaults(answers: list[dict[str, Any]], number: int) -> None:
+    found, answer = shape_of(CONFIGS[number]), answers[number]
+    for key in (
+        "head_size",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "norm_epsilon",
+        "rotary_base",
+        "tie_word_embeddings",
+    ):
+        assert getattr(found, key) == answer[key], key
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)))
+def test_window_of_each_layer(answers: list[dict[str, Any]], number: int) -> None:
+    found, answer = shape_of(CONFIGS[number]), answers[number]
+
+    def windows(window: int | None, types: Any) -> list[int | None]:
+        if types is None:
+            return [window] * BASE["num_hidden_layers"]
+        return [window if kind == "sliding_attention" else None for kind in types]
+
+    ours = windows(found.sliding_window, found.layer_types)
+    assert ours == windows(answer["sliding_window"], answer["layer_types"])
+
+
+def trtllm_frequencies(shape: ModelShape) -> tuple[np.ndarray[Any, Any], float]:
+    """Inverse frequencies and the factor of cos and sin, as TensorRT-LLM's builder computes them."""
+    scaling, dim, base = dict(shape.rotary_scaling or {}), shape.head_size, shape.rotary_base
+    plain = base ** -(np.arange(0, dim, 2) / dim)
+    if scaling["rope_type"] == "linear":
+        return plain / scaling["factor"], 1.0
+    original = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        smooth = np.clip((original * plain / (2 * math.pi) - low) / (high - low), 0, 1)
+        return (1 - smooth) * plain / scaling["factor"] + smooth * plain, 1.0
+
+    def correction(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    def mscale(value: float) -> float:
+        return 0.1 * value * math.log(scaling["factor"]) + 1
+
+    first = max(math.floor(correction(scaling["beta_fast"])), 0)
+    last = min(math.ceil(correction(scaling["beta_slow"])), dim - 1)
+    ramp = 1 - np.clip((np.arange(dim // 2) - first) / (last - first), 0, 1)
+    return plain / scaling["factor"] * (1 - ramp) + plain * ramp, mscale(scaling["mscale"]) / mscale(
+        scaling["mscale_all_dim"]
+    )
+
+
+@pytest.mark.parametrize("number", [n for n, config in enumerate(CONFIGS) if "rope_scaling" in config])
+def test_rope_numbers_mean_the_same_in_trtllms_formulas(answers: list[dict[str, Any]], number: int) -> None:
+    frequencies, factor = trtllm_frequencies(shape_of(CONFIGS[number]))
+    np.testing.assert_allclose(frequencies, answers[number]["frequencies"], rtol=2e-6)
+    assert factor == pytest.approx(answers[number]["attention_factor"], rel=1e-9)
