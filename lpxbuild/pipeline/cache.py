@@ -19,7 +19,7 @@ from pathlib import Path
 from lpxbuild.errors import HostError
 from lpxbuild.output import Output
 from lpxbuild.pipeline.artifact import FILES, RECORD, Artifact
-from lpxbuild.pipeline.placing import TEMPORARY, exchange, remove_tree, sync_folder, write_atomically
+from lpxbuild.pipeline.placing import TEMPORARY, exchange, remove_tree, sweep_files, sync_folder, write_atomically
 
 USES = "uses.json"
 STAGE_FOLDERS = ("source", "checkpoint", "engine", "repository", "smoke")
@@ -189,8 +189,9 @@ class Cache:
             os.utime(artifact.folder)
 
     def sweep(self, *, output: Output) -> int:
-        """Remove temporary folders whose maker is gone; returns how many."""
-        swept = 0
+        """Remove temporary folders and files whose maker is gone; returns how many."""
+        swept = sweep_files(self.digests, f"{TEMPORARY}*")
+        swept += sum(sweep_files(self.root / stage, f"*/{TEMPORARY}*") for stage in STAGE_FOLDERS)
         for stale in [path for stage in STAGE_FOLDERS for path in (self.root / stage).glob(f"{TEMPORARY}*")]:
             key = stale.name.removeprefix(TEMPORARY).rpartition("-")[0]
             lock = self.lock(stale.parent.name, key, output=output)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -11,6 +13,7 @@ import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from lpxbuild.errors import HostError, LpxError
 from lpxbuild.pipeline.digest import BLOCK, tree
@@ -34,20 +37,44 @@ REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     """Write beside the target, flush to the disk, rename; durable False leaves the flushing to the system."""
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}"
+    sweep_files(path.parent, f"{TEMPORARY}{glob.escape(path.name)}-*")
+    temporary, file = _own_file(path)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with file:
             file.write(text)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _own_file(path: Path) -> tuple[Path, TextIO]:
+    """A new temporary file beside `path`, locked for as long as it is open: that tells it from a dead process's."""
+    while True:
+        temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}"
+        file = temporary.open("w", encoding="utf-8")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()  # swept between its making and its lock
+
+
+def sweep_files(folder: Path, pattern: str) -> int:
+    """Remove temporary files that no living process is writing; returns how many."""
+    swept = 0
+    for path in folder.glob(pattern):
+        # An OSError: gone meanwhile, a folder, or being written.
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            swept += 1
+    return swept
 
 
 def sync_folder(folder: Path) -> None:
@@ -119,8 +146,6 @@ def place_file(original: Path, target: Path) -> str:
 
 
 def _reflink(original: Path, target: Path) -> bool:
-    import fcntl
-
     with original.open("rb") as source, target.open("xb") as copy:
         try:
             fcntl.ioctl(copy.fileno(), _FICLONE, source.fileno())

@@ -340,9 +340,10 @@ class Campaign:
             left = [number]
 
             def hook(event: str, _arguments: object) -> None:
-                left[0] -= _touches(event)
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if _touches(event):
+                    left[0] -= 1
+                    if left[0] < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(hook)
             self.build(*overrides)

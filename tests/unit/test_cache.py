@@ -310,3 +310,17 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_root() == tmp_path / ".cache" / "lpx"
+
+
+def test_files_of_a_killed_writer_are_swept_those_of_a_living_one_stay(tmp_path):
+    import fcntl
+
+    dead, living = tmp_path / ".tmp-a.json-1", tmp_path / ".tmp-a.json-2"
+    dead.write_text("half")
+    with living.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        placing.write_atomically(tmp_path / "a.json", "whole")
+        assert not dead.exists()
+        assert living.exists()
+    assert (tmp_path / "a.json").read_text() == "whole"
+    assert placing.sweep_files(tmp_path, ".tmp-*") == 1
