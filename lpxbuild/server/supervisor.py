@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lpxbuild.errors import LpxError, ToolError
 from lpxbuild.server import logs, processes
-from lpxbuild.server.triton_http import TritonHttp, TritonHttpError
+from lpxbuild.server.probes import Probe, Traffic, probe_request
+from lpxbuild.server.triton_http import TritonHttpError
 
 if TYPE_CHECKING:
     from lpxbuild.server.running import RunningServer
@@ -33,7 +33,7 @@ class SupervisorSettings:
 
     Attributes:
         poll: between two looks at processes and log.
-        probe_every: a model without progress for so long is probed.
+        probe_every: a model without traffic for so long is probed.
         probe_timeout: a probe without answer for so long is a sign of death; long enough for the prefill of a long
             prompt, in which nobody gets a token.
         repair_timeout: for loading a model, and for starting the engine host.
@@ -65,51 +65,6 @@ def model_of(instance: str) -> str:
     return re.sub(r"_\d+_\d+$", "", instance)
 
 
-class Probe:
-    """One small request to one model, in a thread of its own, so that waiting for it holds up nothing."""
-
-    def __init__(self, send: Callable[[], Any], answers: int) -> None:
-        self.started = time.monotonic()
-        self.answers_before = answers
-        self.error: TritonHttpError | None = None
-        self._done = threading.Event()
-        self._send = send
-        threading.Thread(target=self._run, name="lpx-probe", daemon=True).start()
-
-    @property
-    def done(self) -> bool:
-        """Whether an answer came, good or bad."""
-        return self._done.is_set()
-
-    def _run(self) -> None:
-        try:
-            self._send()
-        except TritonHttpError as error:
-            self.error = error
-        finally:
-            self._done.set()
-
-
-def probe_request(client: TritonHttp, model: str, timeout: float) -> Callable[[], Any] | None:
-    """The smallest request that a model of the official layout answers; None for models that are not probed."""
-    if model == "preprocessing":
-        inputs = [
-            {"name": "QUERY", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]},
-            {"name": "REQUEST_OUTPUT_LEN", "shape": [1, 1], "datatype": "INT32", "data": [1]},
-        ]
-        return lambda: client.infer(model, inputs, timeout)
-    if model == "postprocessing":
-        inputs = [
-            {"name": "TOKENS_BATCH", "shape": [1, 1, 1], "datatype": "INT32", "data": [0]},
-            {"name": "SEQUENCE_LENGTH", "shape": [1, 1], "datatype": "INT32", "data": [1]},
-        ]
-        return lambda: client.infer(model, inputs, timeout)
-    if model == "tensorrt_llm":
-        body = {"input_ids": [0, 0], "input_lengths": 2, "request_output_len": 1}
-        return lambda: client.generate(model, body, timeout)
-    return None
-
-
 class Supervisor:
     """The watching thread of one server.
 
@@ -127,8 +82,8 @@ class Supervisor:
         self._stubs = stubs_of(server.pid)
         self._log_position = logs.size(server.log_path)
         self._probes: dict[str, Probe] = {}
-        self._answers: dict[str, int] = {}
-        self._progress_at: dict[str, float] = {}
+        self._traffic = Traffic()
+        self._traffic_at: dict[str, float] = {}
         self._repaired_at: list[tuple[float, str]] = []
         self._thread = threading.Thread(target=self._run, name="lpx-supervisor", daemon=True)
 
@@ -192,64 +147,52 @@ class Supervisor:
     def _models_silent(self) -> set[str]:
         now = time.monotonic()
         try:
-            answers = self._server.client.answers_given(timeout=5)
+            moved = self._traffic.update(self._server.client.answers_given(timeout=5))
         except TritonHttpError:
-            answers = self._answers
-        if "postprocessing" in answers and "tensorrt_llm" in answers:
-            # Triton counts a decoupled request once, when it ends; in the ensemble each of its tokens is one request
-            # to postprocessing.
-            answers["tensorrt_llm"] += answers["postprocessing"]
-        for model in self._server.models:
-            if answers.get(model, 0) != self._answers.get(model) or model not in self._progress_at:
-                self._progress_at[model] = now
-        self._answers = answers
+            moved = set()
         dead = set()
         for model in self._server.models:
+            if model in moved:
+                self._traffic_at[model] = now
+            seen = self._traffic_at.setdefault(model, now)
             probe = self._probes.get(model)
             if probe is None:
-                if now - self._progress_at[model] > self._settings.probe_every:
+                if now - seen > self._settings.probe_every:
                     self._begin_probe(model)
             elif probe.done:
                 del self._probes[model]
-                self._progress_at[model] = now
+                self._traffic_at[model] = now
                 if probe.error is not None and NOT_HEALTHY.search(str(probe.error)):
                     dead.add(model)
             elif now - probe.started > self._settings.probe_timeout:
-                if self._anyone_got_an_answer(model, probe):
+                if seen > probe.started or self._engine_explains(model, probe.started):
                     # Busy, not dead: the probe waits its turn like everybody else.
                     probe.started = now
-                    probe.answers_before = answers.get(model, 0)
                 else:
                     del self._probes[model]
-                    if not (model == "tensorrt_llm" and self._engine_host_hangs()):
-                        dead.add(model)
+                    dead.add(model)
         return dead
 
-    def _engine_host_hangs(self) -> bool:
-        """Whether it is the engine behind the model that does not answer; then it is ended, to be started again."""
-        host = self._server.engine_host
-        if host is None or host.stats(timeout=10) is not None:
-            return False
-        self._server.output.notice("the engine host does not answer any more")
-        host.kill()
-        return True
-
-    def _anyone_got_an_answer(self, model: str, probe: Probe) -> bool:
-        if self._answers.get(model, 0) != probe.answers_before:
-            return True
+    def _engine_explains(self, model: str, moment: float) -> bool:
+        """Whether the engine made a token since `moment`, or is itself what does not answer (and is ended then)."""
         host = self._server.engine_host
         if model != "tensorrt_llm" or host is None:
             return False
-        # Requests that do not come through the ensemble: the engine knows of each token.
-        stats = host.stats(timeout=10)
-        age = stats.get("last_token_age_seconds") if stats else None
-        return age is not None and age < time.monotonic() - probe.started
+        stats = host.stats(timeout=min(10.0, self._settings.probe_timeout))
+        if stats is None:
+            self._server.output.notice("the engine host does not answer any more")
+            host.kill()
+            return True
+        # Requests that do not come through the ensemble are in no counter of Triton until they end.
+        age = stats.get("last_token_age_seconds")
+        return age is not None and time.monotonic() - age > moment
 
     def _begin_probe(self, model: str) -> None:
         # No time-out of the connection below the one judged here: the probe of a busy server may take long.
         send = probe_request(self._server.client, model, timeout=24 * 3600)
         if send is not None and model not in self._probes and model in self._server.models:
-            self._probes[model] = Probe(send, self._answers.get(model, 0))
+            self._traffic.count_probe(model)
+            self._probes[model] = Probe(send)
 
     def _repair(self, model: str) -> None:
         self._count_repair(model)
@@ -288,7 +231,7 @@ class Supervisor:
         self.repairs.append(name)
         self._stubs = stubs_of(self._server.pid)
         self._probes.pop(name, None)
-        self._progress_at[name] = time.monotonic()
+        self._traffic_at[name] = time.monotonic()
         # What was logged about the old process says nothing about the new one.
         self._log_position = logs.size(self._server.log_path)
         self._server.output.notice(f"{name} is back after {time.monotonic() - started:.1f} s")

@@ -89,7 +89,7 @@ class TritonHttp:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(body), headers)
             response = connection.getresponse()
-            for line in response:
+            for line in _lines(response):
                 if line.startswith(b"data:"):
                     event = json.loads(line[5:])
                     if "error" in event:
@@ -121,3 +121,13 @@ class TritonHttp:
                 text = text.strip() or response.reason
             raise TritonHttpError(text, response.status)
         return content
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Lines as they arrive. Iterating over the response itself takes a body that breaks off for one that has ended."""
+    rest = b""
+    while part := response.read1(1 << 16):
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest

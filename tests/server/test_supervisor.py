@@ -1,7 +1,8 @@
-"""Dead or busy: the supervisor repairs the first and leaves the second alone. Models are stand-ins."""
+"""Dead or busy: the supervisor repairs the first and leaves the second alone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 
 import echo_repository
 import pytest
+import tiny_model
 from traces import wait_until
 
 from lpxbuild.errors import ToolError
@@ -24,7 +26,8 @@ ANSWER = "abcabca"
 
 def answers(server) -> bool:
     try:
-        return server.client.generate("ensemble", {"text_input": "abc", "max_tokens": 7}, 10)["text_output"] == ANSWER
+        body = {"text_input": "abc", "max_tokens": 7, "exclude_input_in_output": True}
+        return server.client.generate("ensemble", body, 10)["text_output"] == ANSWER
     except TritonHttpError:
         return False
 
@@ -92,39 +95,93 @@ def test_model_that_hangs_is_found_by_a_probe(served):
             os.kill(pid, signal.SIGCONT)
 
 
-def saturate(server, seconds: float) -> None:
-    """64 requests at one token each second, and the look of a supervisor that probes every second."""
+def saturate(repository, log_path, traces, seconds: float) -> None:
+    """64 requests before an engine that makes one token each second, and a supervisor that probes every second."""
+    tiny_model.make_replay(repository, {}, delay=1.0, at_once=1)
+    settings = ServerSettings(supervisor=QUICK, drain_seconds=5, warmup_prompts=0)
     body = {"text_input": "abc", "max_tokens": 4, "stream": True}
     got = []
+    with start(repository, log_path=log_path, settings=settings) as server:
+        traces.prefixes.add(server.runtime.shm_prefix)
 
-    def client() -> None:
-        try:
-            for event in server.client.generate_stream("ensemble", body, timeout=seconds * 4):
-                got.append(event)
-        except TritonHttpError:
-            pass  # the server is stopped under the queue at the end
+        def client() -> None:
+            # The server is stopped under the queue at the end.
+            with contextlib.suppress(TritonHttpError):
+                got.extend(server.client.generate_stream("ensemble", body, timeout=seconds * 4))
 
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(64)]
-    for thread in threads:
-        thread.start()
-    time.sleep(seconds)
-    assert server.repairs == []
-    assert server.error is None
-    # One token a second, none lost.
-    assert seconds * 0.7 <= len(got) <= seconds * 1.1
-    server.kill()
+        threads = [threading.Thread(target=client, daemon=True) for _ in range(64)]
+        before, began = server.engine_host.stats(timeout=5)["tokens_total"], time.monotonic()
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        stats = server.engine_host.stats(timeout=5)
+        elapsed = time.monotonic() - began
+        assert server.repairs == []
+        assert server.error is None
+        # A token a second was made all the time, and nobody was thrown out of the queue.
+        assert elapsed * 0.7 <= stats["tokens_total"] - before <= elapsed + 2
+        assert stats["active"] >= 64 - elapsed / 4 - 1
+        server.kill()
     for thread in threads:
         thread.join(10)
 
 
 @pytest.mark.slow  # 20 s of waiting is the test: a busy server must not be taken for a dead one
-def test_saturated_server_is_not_dead(served):
-    saturate(served(token_delay=1.0), 20)
+def test_saturated_server_is_not_dead(slow_repository, tmp_path, traces):
+    saturate(slow_repository, tmp_path / "triton.log", traces, 20)
 
 
 @pytest.mark.full
-def test_saturated_server_is_not_dead_for_three_minutes(served):
-    saturate(served(token_delay=1.0), 180)
+def test_saturated_server_is_not_dead_for_three_minutes(slow_repository, tmp_path, traces):
+    saturate(slow_repository, tmp_path / "triton.log", traces, 180)
+
+
+@pytest.fixture
+def engine_server(slow_repository, tmp_path, traces):
+    """Real stubs and a real engine host, with scripted tokens."""
+    settings = ServerSettings(supervisor=QUICK, drain_seconds=5)
+    with start(slow_repository, log_path=tmp_path / "triton.log", settings=settings) as server:
+        traces.prefixes.add(server.runtime.shm_prefix)
+        yield server
+
+
+def stream_of(server, length: int):
+    body = {"text_input": "abc", "max_tokens": length, "stream": True, "exclude_input_in_output": True}
+    return server.client.generate_stream("ensemble", body, timeout=5)
+
+
+@pytest.mark.parametrize("victim", ["engine host", "tensorrt_llm", "postprocessing"])
+def test_death_while_streaming_is_repaired(engine_server, victim):
+    """Whoever dies: its streams end with an error, new requests are answered, and it can die again."""
+    server = engine_server
+    for times in (1, 2):
+        events = stream_of(server, 60)
+        next(events)
+        pid = server.engine_host.pid if victim == "engine host" else stubs_of(server.pid)[f"{victim}_0_0"]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(TritonHttpError):
+            list(events)
+        wait_until(lambda: len(server.repairs) >= times, 20, "repaired")  # noqa: B023
+        wait_until(lambda: answers(server), 20, "answers again")
+        assert server.repairs == [victim] * times
+    # One engine host, and nobody else's.
+    assert server.engine_host.alive()
+    # Without its postprocessing, a generation of Triton's ensemble still runs to its end; the others end at once.
+    wait_until(lambda: server.engine_host.stats(timeout=5)["active"] == 0, 15, "engine free")
+
+
+def test_engine_host_that_hangs_is_replaced(engine_server):
+    server = engine_server
+    hung = server.engine_host.pid
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        wait_until(lambda: server.repairs, 40, "repaired")
+        assert server.repairs == ["engine host"]
+        assert server.engine_host.pid != hung
+        wait_until(lambda: answers(server), 20, "answers again")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(hung, signal.SIGCONT)
 
 
 def test_model_loaded_by_somebody_else_is_not_dead(served):
