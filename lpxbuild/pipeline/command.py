@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lpxbuild.errors import HostError, VerdictError
+from lpxbuild.errors import VerdictError
 from lpxbuild.output import Output
 from lpxbuild.pipeline.building import BuildResult
 from lpxbuild.pipeline.building import build as run_build
@@ -117,8 +117,6 @@ def cache_prune(
 ) -> None:
     """Remove artifacts; what a build folder shows is left unless everything goes, and said either way."""
     cache = Cache(cache_dir)
-    if not cache.root.is_dir():
-        raise HostError(f"there is no cache at {cache.root}", next="nothing to do")
     with room_errors(cache.root):
         pruned = cache.prune(
             older_than=max_age_days * DAY if max_age_days is not None else None,

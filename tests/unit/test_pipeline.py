@@ -594,3 +594,26 @@ def test_the_key_reads_every_file_that_the_checked_source_names(house):
     for case in ("baseline", "baseline_tp2", "qwen2_qkv_bias", "tied_no_lm_head"):
         source = check(CASES / case, origin=case, need_tokenizer=True, output=Output.quiet())
         assert {file.name for file in source.files} <= set(source_files(CASES / case))
+
+
+def test_the_cache_commands_answer_in_json_and_verify_is_a_verdict(house):
+    import io
+
+    from lpxbuild.pipeline import command
+
+    def answer(function, *arguments, **options):
+        text = io.StringIO()
+        function(house.cache, *arguments, output=Output("json", stdout=text, stderr=io.StringIO()), **options)
+        return json.loads(text.getvalue())
+
+    nothing = {"max_age_days": None, "max_gib": None, "everything": False, "dry_run": False}
+    assert answer(command.cache_prune, **nothing)["removed"] == []  # no cache yet
+    house.build()
+    assert {row["stage"] for row in answer(command.cache_ls)["artifacts"]} == set(ALL)
+    assert answer(command.cache_verify)["sound"] == 4
+    assert len(answer(command.cache_prune, **nothing)["kept_in_use"]) == 4
+    flip_byte(next(house.cache.glob("checkpoint/*/files/rank0.safetensors")))
+    with pytest.raises(VerdictError, match="1 of 4") as caught:
+        answer(command.cache_verify)
+    assert "rank0.safetensors was changed" in caught.value.why
+    assert len(answer(command.cache_prune, **nothing | {"everything": True})["removed"]) == 4
