@@ -25,6 +25,8 @@ class EngineError(Exception):
 class EngineClient:
     """One connection, shared by all requests of a stub. Handlers run in the reader thread, one message at a time."""
 
+    _LINGER = "5"  # seconds that the host waits for another stub after the last one
+
     def __init__(self, engine: Path, *, python: str = "", role: str = "stub") -> None:
         self._engine = engine
         self._python = python
@@ -173,7 +175,7 @@ class EngineClient:
             raise EngineError("no python3 in PATH to run the engine host with; set the parameter engine_python")
         command = [python, str(Path(__file__).resolve().parent / "engine_host.py")]
         command += ["--engine", str(self._engine), "--socket-dir", str(self.directory)]
-        command += ["--log", str(self.directory / protocol.LOG_NAME)]
+        command += ["--log", str(self.directory / protocol.LOG_NAME), "--linger", self._LINGER]
         try:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=self.directory, env=dict(os.environ))
         except OSError as error:

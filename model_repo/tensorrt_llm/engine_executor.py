@@ -98,10 +98,9 @@ def generation_config(request: EngineRequest) -> Any:
         config.num_beams = request.beam_width
         config.num_return_sequences = request.num_return_sequences
         config.length_penalty = request.length_penalty
+        # False is Hugging Face's heuristic; TensorRT-LLM's default is to stop at the first full set of beams.
         criteria = openvino_genai.StopCriteria
-        config.stop_criteria = {True: criteria.EARLY, False: criteria.NEVER, None: criteria.HEURISTIC}[
-            request.early_stopping
-        ]
+        config.stop_criteria = criteria.HEURISTIC if request.early_stopping is False else criteria.EARLY
     try:
         config.validate()
     except RuntimeError as error:

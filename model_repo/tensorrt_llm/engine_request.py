@@ -56,7 +56,7 @@ class EngineRequest:
     seed: int = 0
     beam_width: int = 1
     num_return_sequences: int = 1
-    length_penalty: float = 1.0
+    length_penalty: float = 0.0  # TensorRT-LLM's default: the sum of log-probabilities decides
     early_stopping: bool | None = None
     log_probs: bool = False
 
@@ -154,7 +154,7 @@ def parse(message: dict[str, Any], limits: EngineLimits) -> EngineRequest:
         seed=seed,
         beam_width=beam_width,
         num_return_sequences=sequences,
-        length_penalty=_number(message, "length_penalty", 1.0),
+        length_penalty=_number(message, "length_penalty", 0.0),
         early_stopping=message.get("early_stopping"),
         log_probs=bool(message.get("log_probs")),
     )
