@@ -109,6 +109,7 @@ def write_engine(
     max_input_len: int = 64,
     max_seq_len: int = 96,
     max_beam_width: int = 4,
+    max_batch_size: int = 8,
     num_kv_blocks: int = 128,
 ) -> Path:
     """An engine folder as lpxbuild.engine writes it (engine.json, OpenVINO IR, the files GenAI wants)."""
@@ -131,7 +132,7 @@ def write_engine(
             "enable_prefix_caching": True,
         },
         "limits": {
-            "max_batch_size": 8,
+            "max_batch_size": max_batch_size,
             "max_input_len": max_input_len,
             "max_seq_len": max_seq_len,
             "max_beam_width": max_beam_width,
