@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,3 @@ class ConversionReport:
     def bytes(self) -> int:
         """Bytes of all rank files."""
         return sum(rank.bytes for rank in self.ranks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For manifest.json."""
-        return {**asdict(self), "bytes": self.bytes}

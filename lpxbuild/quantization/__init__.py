@@ -10,7 +10,6 @@ from lpxbuild.quantization.formats import (
     KV_CACHE,
     Format,
     check_kv_cache,
-    executable_formats,
     format_for,
     markdown_table,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "Format",
     "check_kv_cache",
     "check_shapes",
-    "executable_formats",
     "format_for",
     "markdown_table",
 ]

@@ -92,11 +92,6 @@ KV_CACHE = MappingProxyType({"none": None, "int8": "INT8", "fp8": "FP8"})
 """KV-cache formats → TensorRT-LLM's kv_cache_quant_algo."""
 
 
-def executable_formats() -> tuple[str, ...]:
-    """Names of the formats that this version can build."""
-    return tuple(name for name, row in FORMATS.items() if row.executable)
-
-
 def format_for(name: str, *, backend: str | None = None) -> Format:
     """The row of a format that this version can build, for `backend` if one is given.
 
