@@ -11,16 +11,14 @@ import time
 import echo_repository
 import pytest
 import tiny_model
-from traces import wait_until
+from traces import nothing_left, wait_until
 
 from lpxbuild.errors import ToolError
 from lpxbuild.server import ServerSettings, SupervisorSettings, processes, start
 from lpxbuild.server.supervisor import stubs_of
 from lpxbuild.server.triton_http import TritonHttpError
 
-pytestmark = pytest.mark.usefixtures("plain_repository")
-
-QUICK = SupervisorSettings(poll=0.1, probe_every=1.0, probe_timeout=3.0)
+QUICK = SupervisorSettings(poll=0.1, probe_every=1.0, probe_timeout=3.0, most_repairs=100)
 ANSWER = "abcabca"
 
 
@@ -32,67 +30,81 @@ def answers(server) -> bool:
         return False
 
 
-@pytest.fixture
-def served(tmp_path, traces):
-    """Start a stand-in repository; stopped at the end, however the test went."""
-    running = []
+@pytest.fixture(scope="module")
+def server(tiny_engine, tmp_path_factory):
+    """One server for everything that is repaired: real stubs, a real engine host, scripted tokens (10 a second)."""
+    place = tmp_path_factory.mktemp("supervised")
+    repository = tiny_model.make_replay(tiny_model.build_repository(tiny_engine, place / "repository"), {}, delay=0.1)
+    settings = ServerSettings(supervisor=QUICK, drain_seconds=30)
+    with nothing_left() as shm:
+        with start(repository, log_path=place / "triton.log", settings=settings) as running:
+            shm.prefixes.add(running.runtime.shm_prefix)
+            yield running
+            started = time.monotonic()
+        # After a repair Triton does not get through its unloading; the stop must not wait for all of its time.
+        assert not running.repairs or time.monotonic() - started < 12
 
-    def begin(*, supervisor=QUICK, **options):
-        repository = echo_repository.make(tmp_path / "repository", **options)
-        settings = ServerSettings(supervisor=supervisor, drain_seconds=5)
-        server = start(repository, log_path=tmp_path / "triton.log", settings=settings)
-        running.append(server)
-        traces.prefixes.add(server.runtime.shm_prefix)
-        return server
 
-    yield begin
-    for server in running:
-        server.stop()
+def repaired(server, before: int, names: list[str], seconds: float) -> None:
+    """Wait for these repairs, in this order and no others, and for an answer after them."""
+    wait_until(lambda: len(server.repairs) >= before + len(names), seconds, f"repaired {names}")
+    wait_until(lambda: answers(server), 20, "answers again")
+    assert server.repairs[before:] == names
+    assert server.error is None
 
 
 @pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing"])
-def test_idle_model_that_died_is_loaded_again(served, model):
-    server = served()
-    before = stubs_of(server.pid)
-    os.kill(before[f"{model}_0_0"], signal.SIGKILL)
-    wait_until(lambda: server.repairs, 10, f"{model} repaired")
-    assert server.repairs == [model]
-    assert answers(server)
+def test_idle_model_that_died_is_loaded_again(server, model):
+    before, stubs = len(server.repairs), stubs_of(server.pid)
+    os.kill(stubs[f"{model}_0_0"], signal.SIGKILL)
+    repaired(server, before, [model], 10)
     after = stubs_of(server.pid)
     # That model alone: the processes of the others are the same as before.
-    assert {name for name in before if before[name] != after[name]} == {f"{model}_0_0"}
-    # After a repair Triton does not get through its unloading; the stop must not wait for all of its time.
-    started = time.monotonic()
-    server.stop()
-    assert time.monotonic() - started < 10
+    assert {name for name in stubs if stubs[name] != after[name]} == {f"{model}_0_0"}
 
 
-def test_model_that_dies_while_streaming_and_again_after_the_repair(served):
-    server = served(token_delay=0.05)
-    for times in (1, 2):
-        body = {"text_input": "abc", "max_tokens": 200, "stream": True}
-        events = server.client.generate_stream("ensemble", body, timeout=2)
-        assert [next(events)["text_output"] for _ in range(3)] == ["a", "b", "c"]
-        os.kill(stubs_of(server.pid)["tensorrt_llm_0_0"], signal.SIGKILL)
-        wait_until(lambda: len(server.repairs) == times, 10, "repaired")  # noqa: B023
-        # The broken stream ends for its client by its own limit on silence, or with Triton's error; never by itself.
-        with pytest.raises(TritonHttpError):
-            list(events)
-        assert wait_until(lambda: answers(server), 10, "answers again")
-    assert server.repairs == ["tensorrt_llm"] * 2
+@pytest.mark.parametrize("victim", ["engine host", "tensorrt_llm", "postprocessing"])
+def test_death_while_streaming_is_repaired(server, victim):
+    """Whoever dies: its stream does not end as if it were whole, and new requests are answered."""
+    before = len(server.repairs)
+    body = {"text_input": "abc", "max_tokens": 30, "stream": True, "exclude_input_in_output": True}
+    events = server.client.generate_stream("ensemble", body, timeout=3)
+    next(events)
+    pid = server.engine_host.pid if victim == "engine host" else stubs_of(server.pid)[f"{victim}_0_0"]
+    os.kill(pid, signal.SIGKILL)
+    # An error, or silence until the client's own limit.
+    with pytest.raises(TritonHttpError):
+        list(events)
+    repaired(server, before, [victim], 20)
+    # Without its postprocessing, a generation of Triton's ensemble still runs to its end; the others end at once.
+    wait_until(lambda: server.engine_host.stats(timeout=5)["active"] == 0, 15, "engine free")
 
 
-def test_model_that_hangs_is_found_by_a_probe(served):
-    server = served()
-    pid = stubs_of(server.pid)["postprocessing_0_0"]
-    os.kill(pid, signal.SIGSTOP)
+def test_engine_host_that_hangs_is_replaced(server):
+    before, hung = len(server.repairs), server.engine_host.pid
+    os.kill(hung, signal.SIGSTOP)
+    repaired(server, before, ["engine host"], 40)
+    assert server.engine_host.pid != hung
+    assert not processes.alive(hung)
+
+
+def test_model_that_hangs_is_loaded_again(server):
+    before, hung = len(server.repairs), stubs_of(server.pid)["preprocessing_0_0"]
+    os.kill(hung, signal.SIGSTOP)
     try:
-        wait_until(lambda: server.repairs, 20, "repaired")
-        assert server.repairs == ["postprocessing"]
-        assert wait_until(lambda: answers(server), 10, "answers again")
+        repaired(server, before, ["preprocessing"], 40)
     finally:
-        if processes.alive(pid):
-            os.kill(pid, signal.SIGCONT)
+        if processes.alive(hung):
+            os.kill(hung, signal.SIGCONT)
+
+
+def test_model_loaded_by_somebody_else_is_not_dead(server):
+    before, stub = len(server.repairs), stubs_of(server.pid)["postprocessing_0_0"]
+    server.client.load("postprocessing", 20)
+    time.sleep(1.5)
+    assert stubs_of(server.pid)["postprocessing_0_0"] != stub
+    assert len(server.repairs) == before
+    assert answers(server)
 
 
 def saturate(repository, log_path, traces, seconds: float) -> None:
@@ -137,63 +149,25 @@ def test_saturated_server_is_not_dead_for_three_minutes(slow_repository, tmp_pat
 
 
 @pytest.fixture
-def engine_server(slow_repository, tmp_path, traces):
-    """Real stubs and a real engine host, with scripted tokens."""
-    settings = ServerSettings(supervisor=QUICK, drain_seconds=5)
-    with start(slow_repository, log_path=tmp_path / "triton.log", settings=settings) as server:
-        traces.prefixes.add(server.runtime.shm_prefix)
-        yield server
+def served(tmp_path, traces, plain_repository):
+    """Serve a stand-in for a test that ruins its server."""
+    running = []
 
+    def begin(supervisor: SupervisorSettings):
+        repository = echo_repository.make(tmp_path / "repository")
+        settings = ServerSettings(supervisor=supervisor, drain_seconds=5)
+        one = start(repository, log_path=tmp_path / "triton.log", settings=settings)
+        running.append(one)
+        traces.prefixes.add(one.runtime.shm_prefix)
+        return one
 
-def stream_of(server, length: int):
-    body = {"text_input": "abc", "max_tokens": length, "stream": True, "exclude_input_in_output": True}
-    return server.client.generate_stream("ensemble", body, timeout=5)
-
-
-@pytest.mark.parametrize("victim", ["engine host", "tensorrt_llm", "postprocessing"])
-def test_death_while_streaming_is_repaired(engine_server, victim):
-    """Whoever dies: its streams end with an error, new requests are answered, and it can die again."""
-    server = engine_server
-    for times in (1, 2):
-        events = stream_of(server, 60)
-        next(events)
-        pid = server.engine_host.pid if victim == "engine host" else stubs_of(server.pid)[f"{victim}_0_0"]
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(TritonHttpError):
-            list(events)
-        wait_until(lambda: len(server.repairs) >= times, 20, "repaired")  # noqa: B023
-        wait_until(lambda: answers(server), 20, "answers again")
-        assert server.repairs == [victim] * times
-    # One engine host, and nobody else's.
-    assert server.engine_host.alive()
-    # Without its postprocessing, a generation of Triton's ensemble still runs to its end; the others end at once.
-    wait_until(lambda: server.engine_host.stats(timeout=5)["active"] == 0, 15, "engine free")
-
-
-def test_engine_host_that_hangs_is_replaced(engine_server):
-    server = engine_server
-    hung = server.engine_host.pid
-    os.kill(hung, signal.SIGSTOP)
-    try:
-        wait_until(lambda: server.repairs, 40, "repaired")
-        assert server.repairs == ["engine host"]
-        assert server.engine_host.pid != hung
-        wait_until(lambda: answers(server), 20, "answers again")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(hung, signal.SIGCONT)
-
-
-def test_model_loaded_by_somebody_else_is_not_dead(served):
-    server = served()
-    server.client.load("postprocessing", 20)
-    time.sleep(1.5)
-    assert server.repairs == []
-    assert answers(server)
+    yield begin
+    for one in running:
+        one.stop()
 
 
 def test_server_that_dies_is_told_with_its_signal(served):
-    server = served()
+    server = served(QUICK)
     os.kill(server.pid, signal.SIGSEGV)
     error = wait_until(lambda: server.error, 10, "death noticed")
     assert isinstance(error, ToolError)
@@ -202,7 +176,7 @@ def test_server_that_dies_is_told_with_its_signal(served):
 
 
 def test_model_that_dies_over_and_over_is_given_up(served):
-    server = served(supervisor=SupervisorSettings(poll=0.1, most_repairs=2))
+    server = served(SupervisorSettings(poll=0.1, most_repairs=2))
     for _ in range(3):
         known = len(server.repairs)
         os.kill(stubs_of(server.pid)["preprocessing_0_0"], signal.SIGKILL)

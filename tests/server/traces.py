@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 TEST_MARK = "LPX_TEST_MARK"
@@ -52,3 +54,24 @@ class Shm:
     def left(self) -> list[str]:
         names = [path.name for path in Path("/dev/shm").iterdir()]
         return [name for name in names if any(name.startswith(prefix) for prefix in self.prefixes)]
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[Shm]:
+    """Fails when the block leaves a process, a zombie or a segment of shared memory behind."""
+    mark = secrets.token_hex(8)
+    outer = os.environ.get(TEST_MARK)
+    os.environ[TEST_MARK] = mark
+    shm = Shm()
+    try:
+        yield shm
+    finally:
+        os.environ.pop(TEST_MARK)
+        if outer is not None:
+            os.environ[TEST_MARK] = outer
+    deadline = time.monotonic() + 3
+    while processes_with(TEST_MARK, mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_with(TEST_MARK, mark) == []
+    assert shm.left() == []
+    assert zombie_children() == []
