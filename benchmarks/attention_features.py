@@ -16,15 +16,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+# lpxbuild first: it switches OpenVINO's telemetry off.
+# isort: off
+from lpxbuild.engine.openvino.graph import GraphBuilder
+from lpxbuild.engine.openvino.rope import frequencies
+from lpxbuild.engine.openvino.weights import MergedWeights
+
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
 from openvino import Type
 from openvino import opset13 as op
-
-from lpxbuild.engine.openvino.graph import GraphBuilder
-from lpxbuild.engine.openvino.rope import frequencies
-from lpxbuild.engine.openvino.weights import MergedWeights
+# isort: on
 
 LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, INNER, VOCABULARY = 4, 8, 4, 16, 128, 192, 256
 WINDOW, PROMPT, ANSWER = 8, 40, 24

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -214,3 +217,77 @@ def test_long_positions_keep_their_angles() -> None:
 def test_compiling_leaves_no_scratch(tiny_checkpoint: Path, tmp_path: Path) -> None:
     compiled(tiny_checkpoint, tmp_path / "engine", Sizes(precision="fast"))
     assert not [path for path in (tmp_path / "engine").iterdir() if path.name.startswith("tmp")]
+
+
+def test_compiling_writes_nothing_into_the_home_folder(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """OpenVINO's telemetry would leave an `intel` folder there."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "engine").mkdir()
+    script = f"""
+from pathlib import Path
+from types import SimpleNamespace
+from lpxbuild.engine import compile_engine
+from lpxbuild.output import Output
+sizes = SimpleNamespace(**{vars(Sizes())!r})
+compile_engine("openvino", Path({str(tiny_checkpoint)!r}), Path({str(tmp_path / "engine")!r}), limits=sizes,
+               runtime=sizes, output=Output.quiet())
+"""
+    environment = {**os.environ, "HOME": str(home)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "engine" / "engine.json").exists()
+    assert list(home.iterdir()) == []
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """130 MB of float32 weights over two ranks, joined and saved, take far less anonymous memory than they are."""
+    from safetensors.numpy import save_file
+
+    model = tmp_path / "model"
+    model.mkdir()
+    config = json.loads((CASES / "baseline" / "config.json").read_text())
+    config |= {"vocab_size": 64000, "hidden_size": 256, "torch_dtype": "float32", "tie_word_embeddings": False}
+    config |= {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    inner, hidden = config["intermediate_size"], 256
+    shapes = {"self_attn.q_proj": (256, hidden), "self_attn.k_proj": (128, hidden), "self_attn.v_proj": (128, hidden)}
+    shapes |= {"self_attn.o_proj": (hidden, 256), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    shapes |= {"mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    tensors = {f"model.layers.0.{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    tensors |= {"model.norm.weight": np.ones(hidden, np.float32)}
+    tensors |= {"model.embed_tokens.weight": np.ones((64000, hidden), np.float32)}
+    tensors |= {"lm_head.weight": np.zeros((64000, hidden), np.float32)}
+    save_file(tensors, model / "model.safetensors")
+    checked = source.check(model, origin="model", need_tokenizer=False, tensor_parallel=2, output=Output.quiet())
+    for name in ("checkpoint", "engine"):
+        (tmp_path / name).mkdir()
+    checkpoint.convert(checked, tmp_path / "checkpoint", dtype="float32", tensor_parallel=2, output=Output.quiet())
+    script = f"""
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+import openvino, openvino.opset13
+from lpxbuild.engine import compile_engine
+from lpxbuild.output import Output
+def anonymous():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) // 1024
+done, peak = threading.Event(), [0]
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], anonymous())
+before = anonymous()
+watcher = threading.Thread(target=watch)
+watcher.start()
+sizes = SimpleNamespace(**{vars(Sizes())!r})
+compile_engine("openvino", Path({str(tmp_path / "checkpoint")!r}), Path({str(tmp_path / "engine")!r}), limits=sizes,
+               runtime=sizes, output=Output.quiet())
+done.set()
+watcher.join()
+print(peak[0] - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "engine" / "openvino_model.bin").stat().st_size > 130e6
+    assert int(done.stdout) < 60
