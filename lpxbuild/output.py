@@ -90,7 +90,9 @@ class Output:
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         """Plain aligned columns, readable in a terminal, a log and a pull request."""
         widths = [max(len(str(row[i])) for row in (headers, *rows)) for i in range(len(headers))]
-        lines = ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (headers, *rows)]
+        lines = [
+            "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (headers, *rows)
+        ]
         return "\n".join(lines)
 
     def error(self, error: LpxError) -> None:
