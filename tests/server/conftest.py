@@ -18,6 +18,14 @@ import tiny_model
 from traces import Shm, nothing_left
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The backend directory of the embedded server goes to a temporary folder, not to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LPX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def traces() -> Iterator[Shm]:
     """Fails the test when it leaves something behind; the test names the prefixes of its servers' shared memory."""

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import echo_repository
 import pytest
+import tiny_model
 
 from lpxbuild.server import ServerSettings, start
 from lpxbuild.smoke import Check, Endpoints, SmokePrompt, SmokeReport, run
@@ -57,6 +58,19 @@ def test_streaming_repository_passes(tiny_server, tiny_repository, triton):
     assert not report.ok
     assert [check.name for check in report.failed] == ["prompt 2"]
     assert run(endpoints, repository=tiny_repository, idle=20).ok
+
+
+def test_repository_without_streaming_passes(tiny_engine, tmp_path, traces):
+    """Not decoupled: plain HTTP infer works, stream=true is refused with the key that would allow it."""
+    repository = tiny_model.build_repository(tiny_engine, tmp_path / "repository", decoupled=False)
+    with start(repository, log_path=tmp_path / "triton.log") as server:
+        traces.prefixes.add(server.runtime.shm_prefix)
+        report = run(Endpoints(server.http_url, server.grpc_url), repository=repository, idle=20)
+    checks = by_name(report)
+    skipped = {name for name, check in checks.items() if check.status == "skip"}
+    assert skipped == {"cancel a direct stream", "stop an ensemble stream by its id", "cancel an ensemble stream"}
+    assert report.failed == ()
+    assert "serve.streaming" in checks["streaming"].detail
 
 
 def test_engine_that_cannot_be_asked_is_said(tiny_server, tmp_path):
