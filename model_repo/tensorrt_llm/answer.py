@@ -60,6 +60,7 @@ class Answer:
         decoupled: bool,
         skip_special_tokens: bool,
         tag: str,
+        requested: frozenset[str],
         on_finished: Callable[[Answer], None],
     ) -> None:
         self._engine = engine
@@ -68,6 +69,7 @@ class Answer:
         self._options = options
         self._decoupled = decoupled
         self._skip_special_tokens = skip_special_tokens
+        self._requested = requested
         self._on_finished = on_finished
         self._arrival_ns = time.monotonic_ns()
         self._lock = threading.RLock()
@@ -241,7 +243,9 @@ class Answer:
             tensors["num_output_tokens"] = np.array([[count] for count in counts], dtype=np.int32)
         if options.perf_metrics:
             tensors |= self._perf_metrics(rows)
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()])
+        # Every tensor costs the server time per token: send what somebody reads.
+        wanted = [pb_utils.Tensor(name, value) for name, value in tensors.items() if name in self._requested]
+        return pb_utils.InferenceResponse(wanted)
 
     def _generated(self, row: _Row, piece: Piece) -> int:
         with_prompt = not self._options.streaming and not self._options.exclude_input

@@ -83,6 +83,7 @@ class TritonPythonModel:
             decoupled=self._decoupled,
             skip_special_tokens=self._skip_special_tokens,
             tag=request.request_id(),
+            requested=frozenset(request.requested_output_names()),
             on_finished=self._forget,
         )
         with self._lock:

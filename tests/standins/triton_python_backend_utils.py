@@ -80,8 +80,9 @@ class ResponseSender:
 
 
 class InferenceRequest:
-    def __init__(self, inputs: list[Tensor], request_id: str = "") -> None:
+    def __init__(self, inputs: list[Tensor], request_id: str = "", requested: tuple[str, ...] = ()) -> None:
         self._inputs = inputs
+        self._requested = requested
         self._id = request_id
         self.sender = ResponseSender()
 
@@ -90,6 +91,9 @@ class InferenceRequest:
 
     def request_id(self) -> str:
         return self._id
+
+    def requested_output_names(self) -> list[str]:
+        return list(self._requested)
 
     def get_response_sender(self) -> ResponseSender:
         return self.sender

@@ -24,6 +24,7 @@ from tiny_engine import write_engine  # isort: skip
 VOCABULARY = 320  # of the tokenizer of stream_bytes
 TOKENIZER = Tokenizer.from_file(str(CASES / "stream_bytes" / "tokenizer.json"))
 PROMPT = "the word"
+OUTPUTS = tuple(o["name"] for o in json.loads((MODEL_REPO / "tensorrt_llm" / "tensors.json").read_text())["outputs"])
 
 
 def model_config(*, decoupled=True, **parameters):
@@ -85,8 +86,9 @@ def tensors(prompts=(PROMPT,), max_tokens=12, **extra):
     return given
 
 
-def begin(model, given, identity=""):
-    request = pb.InferenceRequest([pb.Tensor(name, value) for name, value in given.items()], identity)
+def begin(model, given, identity="", requested=()):
+    inputs = [pb.Tensor(name, value) for name, value in given.items()]
+    request = pb.InferenceRequest(inputs, identity, requested or OUTPUTS)
     assert model.execute([request]) is None
     return request.sender
 
@@ -227,6 +229,11 @@ def test_counts_and_metrics_only_on_request(models):
     times = [int(found[f"{n}_time_ns"][0, 0]) for n in ("arrival", "first_scheduled", "first_token", "last_token")]
     assert times == sorted(times)
     assert times[0] > 0
+
+
+def test_only_requested_outputs_are_made(models):
+    (found,) = finish(begin(models[True], tensors(), requested=("output_text",)))
+    assert set(found.arrays()) == {"output_text"}
 
 
 @pytest.mark.parametrize(
