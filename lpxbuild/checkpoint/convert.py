@@ -90,7 +90,7 @@ def convert(
     workers = _plan_resources(source, tensors, destination, total, workers, output)
     with output.progress("checkpoint", total - sum(len(file.header) for file in files.values())) as advance:
         overflows = _write(source, tensors, files, stored, workers, advance)
-    _copy_tokenizer(source.path, destination)
+    _carry_tokenizer(source, destination)
     config = trtllm_config(
         shape,
         dtype=dtype,
@@ -248,15 +248,18 @@ def _run(tensors: Sequence[RankTensor], work: Callable[[RankTensor], None], work
         raise errors[0]
 
 
-def _copy_tokenizer(folder: Path, destination: Path) -> None:
-    files = tokenizer_files(folder)
-    generation = folder / "generation_config.json"
+def _carry_tokenizer(source: Source, destination: Path) -> None:
+    files = tokenizer_files(source.path)
     if not files:
         return
     target = destination / "tokenizer"
     target.mkdir()
-    for file in [*files, *([generation] if generation.is_file() else [])]:
+    for file in files:
         _guarded(target / file.name, partial(shutil.copyfile, file, target / file.name))
+    # The ids that were settled from all of the source's files: models inside Triton read this one only.
+    generation = {**source.generation_config, "eos_token_id": list(source.end_ids), "pad_token_id": source.pad_id}
+    path = target / "generation_config.json"
+    _guarded(path, partial(path.write_text, json.dumps(generation, indent=2) + "\n"))
 
 
 def _notice_overflows(overflows: Sequence[OverflowedTensor], dtype: str, output: Output) -> None:

@@ -128,7 +128,7 @@ class PagedExecutor:
     def _too_large(self, request: EngineRequest) -> str:
         return (
             f"the KV cache of {self._blocks} blocks has no room for a prompt of {len(request.input_ids)} tokens "
-            f"and {request.max_tokens} new ones; raise runtime.kv_cache_bytes"
+            f"and {request.max_tokens} new ones; raise runtime.kv_cache_gib"
         )
 
     def close(self) -> None:

@@ -186,6 +186,17 @@ def test_report_counts(tmp_path: Path) -> None:
     json.dumps(asdict(report))  # goes into the manifest
 
 
+def test_end_ids_that_only_config_json_knows_go_along(tmp_path: Path) -> None:
+    """Preprocessing takes them from the tokenizer's folder; without them nothing would end a generation."""
+    config = config_for(eos_token_id=[3, 2])
+    folder = write_source(tmp_path / "source", config, hf_tensors(config))
+    baseline = Path(__file__).parents[1] / "cases/data/baseline"
+    (folder / "tokenizer.json").write_bytes((baseline / "tokenizer.json").read_bytes())
+    convert(checked(folder), tmp_path / "out", dtype="auto")
+    carried = json.loads((tmp_path / "out/tokenizer/generation_config.json").read_text())
+    assert carried["eos_token_id"] == [3, 2]
+
+
 def test_tokenizer_goes_along(tmp_path: Path) -> None:
     config = config_for()
     folder = write_source(tmp_path / "source", config, hf_tensors(config))
