@@ -24,7 +24,11 @@ _WEIGHT_FORMS: dict[str | None, WeightForm] = {None: "checkpoint", "W8A16": "int
 
 # `exact`: float32 in every product and in the cache; weights are the checkpoint's values (or TensorRT-LLM's
 # dequantized ones). OpenVINO would otherwise choose bfloat16 products, a uint8 cache and activations quantized in
-# groups of 32. `fast`: see the measured alternatives in docs/attention-features.md.
+# groups of 32.
+# `fast`, for serving: int8 weights, and activations quantized in groups of 32 where the CPU has instructions for it
+# (AVX-512 VNNI; without them the setting changes nothing). bfloat16 was left out: on AVX2 it runs as float32 and the
+# paged kernel refuses a bfloat16 cache. A uint8 cache was no faster than float32 beyond noise at short contexts.
+# benchmarks/engine.py measures it against transformers.
 _PROPERTIES: dict[str, dict[str, str | int]] = {
     "exact": {
         "INFERENCE_PRECISION_HINT": "f32",
