@@ -5,6 +5,8 @@ Every class carries the exit status of its kind; `lpxbuild.cli` is the only plac
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 
 
@@ -69,6 +71,47 @@ class ToolError(LpxError):
     """An external program or library failed; `why` names its log."""
 
     exit_code = 4
+
+
+_RAN_OUT = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EAGAIN,
+)
+"""errno of what a host has too little of."""
+
+_UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+"""errno of a path that this user cannot use, whoever touches it first."""
+
+
+def of_the_system(error: BaseException) -> LpxError | None:
+    """What the operating system refused, as the user's error; None for anything that may be a bug of lpx."""
+    if isinstance(error, MemoryError):
+        return HostError(
+            "memory ran out",
+            why="this process may not have more (free memory, ulimit -v, the container's limit)",
+            next="close other programs or raise the limit, then run the same command again",
+        )
+    if not isinstance(error, OSError):
+        return None
+    reason = os.strerror(error.errno or 0)
+    what = f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, (str, bytes)) else reason
+    if error.errno in _RAN_OUT:
+        limit = {errno.EMFILE: "ulimit -n", errno.EAGAIN: "ulimit -u"}.get(error.errno)
+        return HostError(
+            what,
+            why="this host, or a limit of this process, refused it" + (f" ({limit})" if limit else ""),
+            next="make room or raise the limit, then run the same command again",
+        )
+    if error.errno in _UNUSABLE and error.filename is not None:
+        return UsageError(what, why="lpx has to use this path", next="give another path, or change its permissions")
+    return None
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ Library code takes it as `output: Output`; `Output.quiet()` is the value for use
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
-if TYPE_CHECKING:
-    from lpxbuild.errors import LpxError
+from lpxbuild.errors import HostError, LpxError
 
 Mode = Literal["human", "json", "quiet"]
 Advance = Callable[[int], None]
@@ -30,6 +31,7 @@ class Output:
         self.stdout = stdout if stdout is not None else sys.stdout
         self.stderr = stderr if stderr is not None else sys.stderr
         self.notices: list[str] = []
+        self._answered = False
 
     @classmethod
     def quiet(cls) -> Output:
@@ -81,11 +83,11 @@ class Output:
 
     def result(self, data: Mapping[str, Any], human: str = "") -> None:
         """The answer of the command: `data` in json mode, `human` otherwise."""
+        self._answered = True
         if self.mode == "json":
-            self.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
+            self._print(self._document(data))
         elif human:
-            self.stdout.write(human if human.endswith("\n") else human + "\n")
-        self.stdout.flush()
+            self._print(human if human.endswith("\n") else human + "\n")
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         """Plain aligned columns, readable in a terminal, a log and a pull request."""
@@ -96,10 +98,14 @@ class Output:
         return "\n".join(lines)
 
     def error(self, error: LpxError) -> None:
-        """The one formatter of failures: what, why, next on stderr; in json mode the document on stdout as well."""
-        if self.mode == "json":
-            self.stdout.write(json.dumps(error.as_dict(), indent=2, ensure_ascii=False) + "\n")
-            self.stdout.flush()
+        """The one formatter of failures: what, why, next on stderr; in json mode the document on stdout as well.
+
+        After a `result` (a report that says itself what failed) stdout has its one document already.
+        """
+        if self.mode == "json" and not self._answered:
+            # A stdout that takes no document must not hide the message on stderr.
+            with contextlib.suppress(HostError):
+                self._print(self._document(error.as_dict()))
         self._stderr_line(f"error: {error.what}", "red")
         for word, text in (("why", error.why), ("next", error.next)):
             if text:
@@ -109,5 +115,41 @@ class Output:
         if colour is not None and self.stderr.isatty():
             code = {"yellow": "33", "red": "31"}[colour]
             text = f"\x1b[{code}m{text}\x1b[0m"
-        self.stderr.write(text + "\n")
-        self.stderr.flush()
+        # A stderr that nobody reads, or a full disk behind it, is no reason to stop the work or to hide how it ended.
+        try:
+            self.stderr.write(text + "\n")
+            self.stderr.flush()
+        except OSError:
+            _discard(self.stderr)
+
+    def _document(self, data: Mapping[str, Any]) -> str:
+        """JSON that the encoding of stdout can carry: names of files may be any bytes."""
+        text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
+        try:
+            text.encode(self.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:
+            text = json.dumps(data, indent=2, default=str) + "\n"
+        return text
+
+    def _print(self, text: str) -> None:
+        """Raises HostError when stdout takes no more; a reader that went away (`lpx recipes | head`) is fine."""
+        try:
+            self.stdout.write(text)
+            self.stdout.flush()
+        except BrokenPipeError:
+            _discard(self.stdout)
+        except OSError as error:
+            _discard(self.stdout)
+            raise HostError(
+                f"the result cannot be written to stdout: {os.strerror(error.errno or 0)}",
+                why="the command ended, its answer is lost",
+                next="make room where stdout goes, then run the same command again",
+            ) from error
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what is still buffered, and what comes later, go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        handle = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(handle, stream.fileno())
+        os.close(handle)

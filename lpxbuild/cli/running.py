@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lpxbuild.errors import LpxError, UsageError
+from lpxbuild.errors import LpxError, UsageError, of_the_system
 from lpxbuild.output import Mode, Output
 
 
@@ -47,13 +47,12 @@ def running(json: bool, quiet: bool) -> Iterator[Output]:
     except Terminated:
         _stopped(output, "SIGTERM")
         sys.exit(143)
-    except BrokenPipeError:
-        # The reader of a pipe (`lpx recipes | head`) went away: nothing is wrong.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as error:
         if os.environ.get("LPX_DEBUG") == "1":
             raise
+        if (refused := of_the_system(error)) is not None:
+            output.error(refused)
+            sys.exit(refused.exit_code)
         output.error(
             LpxError(
                 f"a bug in lpx: {type(error).__name__}: {error}",

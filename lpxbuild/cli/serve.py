@@ -10,6 +10,8 @@ import typer
 from lpxbuild.cli.options import Json, Quiet
 from lpxbuild.cli.running import running
 
+LAST_PORT = 65535
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
@@ -18,9 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     build: Annotated[Path, typer.Argument(help="Build folder (build/NAME) or model repository.")],
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0 = a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 = a free one.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 = a free one.")] = 8002,
+    http_port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="HTTP port; 0 = a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="gRPC port; 0 = a free one.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Metrics port; 0 = a free one.")] = 8002,
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     log: Annotated[
         Optional[Path],  # noqa: UP045

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lpxbuild.errors import HostError
+from lpxbuild.errors import HostError, UsageError
 from lpxbuild.output import Output
 from lpxbuild.pipeline.artifact import FILES, RECORD, Artifact
 from lpxbuild.pipeline.placing import TEMPORARY, exchange, remove_tree, sweep_files, sync_folder, write_atomically
@@ -112,10 +112,15 @@ class Cache:
 
     Args:
         root: folder of the cache; default `default_root()`.
+
+    Raises:
+        UsageError: `root` is a file.
     """
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or default_root()).absolute()
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"{self.root} is not a folder", next="give --cache-dir, or set LPX_CACHE, to a folder")
 
     @property
     def digests(self) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from lpxbuild.errors import VerdictError
+from lpxbuild.errors import UsageError, VerdictError
 from lpxbuild.output import Output
 from lpxbuild.pipeline.building import BuildResult
 from lpxbuild.pipeline.building import build as run_build
@@ -116,6 +117,15 @@ def cache_prune(
     output: Output,
 ) -> None:
     """Remove artifacts; what a build folder shows is left unless everything goes, and said either way."""
+    for option, value in (("--older-than", max_age_days), ("--max-size", max_gib)):
+        if value is None:
+            continue
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{option} {value}: not a number from 0 up", next=f"for example {option} 30")
+        if everything:
+            raise UsageError(
+                f"--all and {option} exclude each other", why="--all removes every artifact", next="give one of them"
+            )
     cache = Cache(cache_dir)
     with room_errors(cache.root):
         pruned = cache.prune(

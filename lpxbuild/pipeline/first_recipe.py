@@ -29,6 +29,9 @@ def write_first_recipe(source: str, file: Path | None, *, revision: str | None, 
     from lpxbuild.source.glance import glance
 
     path = file if file is not None else Path(f"{recipe_name(source)}.yaml")
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is not a file", why="a recipe is a file", next="give --output FILE")
     if path.exists() and not force:
         raise UsageError(
             f"{path} exists", why="lpx init overwrites nothing by itself", next="give --output FILE, or --force"

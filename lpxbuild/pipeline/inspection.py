@@ -83,7 +83,15 @@ def _build(path: Path, _output: Output) -> dict[str, Any]:
 
 
 def _engine(path: Path, _output: Output) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((path / "engine.json").read_text(encoding="utf-8"))
+    file = path / "engine.json"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{file} is not valid JSON", why=str(error), next="lpx build RECIPE   makes it anew"
+        ) from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{file} is not what lpx wrote", why="it holds no JSON object", next="lpx build RECIPE")
     return {"engine": data}
 
 
@@ -112,12 +120,21 @@ def _checkpoint(path: Path, _output: Output) -> dict[str, Any]:
 
 
 def _repository(path: Path, _output: Output) -> dict[str, Any]:
+    from google.protobuf.text_format import ParseError
+
     from lpxbuild.repository import validate
     from lpxbuild.repository.config import parse_config
 
     models = {}
     for file in sorted(path.glob("*/config.pbtxt")):
-        config = parse_config(file)
+        try:
+            config = parse_config(file)
+        except (ParseError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{file} is not a model configuration of Triton",
+                why=str(error),
+                next="lpx build RECIPE   makes it anew",
+            ) from error
         models[file.parent.name] = {
             "backend": config.backend or config.platform,
             "max_batch_size": config.max_batch_size,

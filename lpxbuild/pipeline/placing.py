@@ -203,9 +203,11 @@ def room_errors(folder: Path) -> Iterator[None]:
                 next="make room (lpx cache prune --dry-run shows what could go) or set LPX_CACHE to another disk; "
                 "nothing half-made was left, and the same command goes on from the last finished stage",
             ) from error
-        if error.errno in REFUSED and Path(os.fsdecode(path)).is_relative_to(folder):
+        place = Path(os.fsdecode(path)).absolute()
+        above = error.errno in (*REFUSED, errno.ENOENT, errno.EEXIST) and folder.absolute().is_relative_to(place)
+        if above or (error.errno in REFUSED and place.is_relative_to(folder.absolute())):
             raise HostError(
-                f"{path}: {os.strerror(error.errno)}",
+                f"{path}: {os.strerror(error.errno or 0)}",
                 why=f"lpx has to write below {folder}",
                 next="change its permissions, or set LPX_CACHE / --build-dir to a folder you own",
             ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lpxbuild.errors import UsageError, VerdictError
+from lpxbuild.errors import HostError, UsageError, VerdictError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import serving
 from lpxbuild.pipeline.manifest import Manifest
@@ -22,10 +22,14 @@ def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | No
 
     Raises:
         VerdictError: a check failed.
+        UsageError: a wrong address or path.
+        HostError: `junit` cannot be written.
     """
     from lpxbuild import server
     from lpxbuild.smoke import Endpoints, run
 
+    if junit is not None and junit.exists() and not junit.is_file():
+        raise UsageError(f"--junit {junit} is not a file", next="give the name of a file")
     if Path(target).exists():
         if build is not None or grpc is not None:
             raise UsageError("--build and --grpc belong to the address of a server", next=f"lpx smoke {target}")
@@ -43,11 +47,14 @@ def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | No
             prompts=_prompts(known.manifest if known else None),
             output=output,
         )
-    if junit is not None:
-        junit.parent.mkdir(parents=True, exist_ok=True)
-        junit.write_text(report.junit(), encoding="utf-8")
     table = output.table(("check", "status", "seconds", "detail"), report.rows())
     output.result(report.as_dict(), f"{table}\n{report.summary()}")
+    if junit is not None:
+        try:
+            junit.parent.mkdir(parents=True, exist_ok=True)
+            junit.write_text(report.junit(), encoding="utf-8")
+        except OSError as error:
+            raise HostError(f"--junit {junit} cannot be written: {error.strerror}", next="give another file") from error
     if not report.ok:
         names = ", ".join(check.name for check in report.failed) or "nothing passed"
         raise VerdictError(
@@ -61,14 +68,25 @@ def _endpoints(target: str, grpc: str | None) -> Any:
     from lpxbuild.smoke import Endpoints
 
     http = target.removeprefix("http://").rstrip("/")
-    host, colon, port = http.rpartition(":")
-    if target.startswith("https://") or not colon or not host or not port.isdigit():
+    host, _, port = http.rpartition(":")
+    if target.startswith("https://") or not host or not _is_port(port):
         raise UsageError(
             f"{target} is neither a folder nor the address of a server",
             why="an address is HOST:PORT of Triton's HTTP endpoint, without TLS",
             next="for example: lpx smoke 127.0.0.1:8000",
         )
-    return Endpoints(http, grpc or f"{host}:{int(port) + 1}")
+    if grpc is None:
+        if not _is_port(str(int(port) + 1)):
+            raise UsageError(f"{target}: there is no port {int(port) + 1} for gRPC", next="give --grpc HOST:PORT")
+        grpc = f"{host}:{int(port) + 1}"
+    grpc_host, _, grpc_port = grpc.rpartition(":")
+    if not grpc_host or "/" in grpc or not _is_port(grpc_port):
+        raise UsageError(f"--grpc {grpc} is not an address", next=f"for example: --grpc {host}:8001")
+    return Endpoints(http, grpc)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 1 <= int(text) <= 65535
 
 
 def _prompts(manifest: Manifest | None) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def find(name: str) -> Path:
     entries = {entry.name: entry.path for entry in shipped_recipes()}
     if name in entries:
         return entries[name]
-    near = difflib.get_close_matches(name, entries, n=1)
+    near = difflib.get_close_matches(name, entries, n=1) or [entry for entry in entries if entry.startswith(name)]
     raise UsageError(
         f"no shipped recipe is called {name}",
         why=f"shipped are: {', '.join(entries)}",

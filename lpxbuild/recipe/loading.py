@@ -17,8 +17,15 @@ from lpxbuild.recipe.schema import Recipe
 
 KeyPath = tuple[str | int, ...]
 
-VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
-"""`${NAME}`, `${NAME:-default}`; `$$` stands for one dollar sign."""
+VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$\{")
+"""`${NAME}`, `${NAME:-default}`; `$$` stands for one dollar sign; anything else after `${` is a mistake."""
+
+LARGEST = 100_000
+"""Values that a recipe has at most, aliases counted as often as they are used."""
+
+DEEPEST = 50
+
+ADVICE = "mend the line; a recipe is `key: value` lines, see docs/recipe-reference.md"
 
 FORMER_KEYS: Mapping[str, str] = {
     "max_output_len": "TensorRT-LLM has no max_output_len any more: set limits.max_seq_len to max_input_len + the "
@@ -36,16 +43,20 @@ FORMER_KEYS: Mapping[str, str] = {
 
 def load(path: Path, overrides: list[str]) -> Recipe:
     """Read, interpolate, override and validate one recipe (see `Recipe.load`)."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or device"
+        raise RecipeError(f"recipe {path} is {kind}, not a file", next="give a UTF-8 YAML file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(
             f"recipe {path} does not exist",
-            why=_neighbours(path),
+            why=f"it is a link to {path.readlink()}" if path.is_symlink() else _neighbours(path),
             next="lpx recipes   (lists the shipped ones)   or   lpx init SOURCE",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"recipe {path} cannot be read", why=str(error), next="give a UTF-8 YAML file") from error
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not UTF-8 text"
+        raise RecipeError(f"recipe {path} {what}", why=str(error), next="give a UTF-8 YAML file") from error
     return parse(text, str(path), overrides)
 
 
@@ -66,17 +77,18 @@ class _Document:
     def __init__(self, text: str, name: str) -> None:
         self.name = name
         self.places: dict[KeyPath, str] = {}
+        self.left = LARGEST
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except RecursionError:
+            raise RecipeError(f"{name}: nested too deeply", next=ADVICE) from None
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             place = f"{name}:{mark.line + 1}" if mark is not None else name
             raise RecipeError(
                 f"{place}: not valid YAML",
                 why=str(getattr(error, "problem", None) or error),
-                next="write `key: ${NAME}` on a line of its own, not inside { }"
-                if "${" in text
-                else "mend the line; a recipe is `key: value` lines, see docs/recipe-reference.md",
+                next="write `key: ${NAME}` on a line of its own, not inside { }" if "${" in text else ADVICE,
             ) from error
         if not isinstance(root, yaml.MappingNode):
             raise RecipeError(
@@ -87,12 +99,18 @@ class _Document:
         self.data: dict[str, Any] = self._plain(root, ())
 
     def _plain(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.places.setdefault(path, f"{self.name}:{node.start_mark.line + 1}")
+        place = self.places.setdefault(path, f"{self.name}:{node.start_mark.line + 1}")
+        # Aliases make a few lines endless (`&a [*a]`) or billions of values.
+        self.left -= 1
+        if self.left < 0 or len(path) > DEEPEST:
+            raise RecipeError(f"{place}: too large for a recipe, or an alias that holds itself", next=ADVICE)
         if isinstance(node, yaml.MappingNode):
             result: dict[str, Any] = {}
             for key_node, value_node in node.value:
-                key = str(key_node.value)
                 line = key_node.start_mark.line + 1
+                if not isinstance(key_node, yaml.ScalarNode):
+                    raise RecipeError(f"{self.name}:{line}: a key is one word, found a list or mapping", next=ADVICE)
+                key = str(key_node.value)
                 if key == "<<":
                     raise RecipeError(
                         f"{self.name}:{line}: merge keys (`<<`) are not supported in a recipe",
@@ -113,8 +131,23 @@ class _Document:
         text = self._interpolate(node.value, path)
         if text is not None:
             # An unquoted `${TENSOR}` means what the text would mean there: 2 is a number.
-            return yaml.safe_load(text) if node.style is None else text
-        return yaml.constructor.SafeConstructor().construct_object(node)
+            return self._value(text, f"{place}: `{_dotted(path)}` from the environment") if node.style is None else text
+        try:
+            return yaml.constructor.SafeConstructor().construct_object(node)
+        except (yaml.YAMLError, ValueError) as error:
+            reason = str(getattr(error, "problem", None) or error)
+            raise RecipeError(f"{place}: `{_dotted(path)}` is not a valid value", why=reason, next=ADVICE) from error
+
+    @staticmethod
+    def _value(text: str, what: str) -> Any:
+        """What YAML text means as a value."""
+        try:
+            return yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            reason = str(getattr(error, "problem", None) or error).splitlines()[0]
+            raise RecipeError(
+                f"{what}: the value is not valid YAML", why=reason, next='put text with special characters into "…"'
+            ) from error
 
     def _interpolate(self, text: str, path: KeyPath) -> str | None:
         if "$" not in text:
@@ -123,6 +156,12 @@ class _Document:
         def value(match: re.Match[str]) -> str:
             if match.group(0) == "$$":
                 return "$"
+            if match.group(0) == "${":
+                raise RecipeError(
+                    f"{self.places[path]}: `{_dotted(path)}` has a `${{` that is no variable: {text}",
+                    why="a variable is written ${NAME} or ${NAME:-default}",
+                    next="mend it, or write $$ for a dollar sign",
+                )
             name, default = match.group(1), match.group(2)
             found = os.environ.get(name, default)
             if found is None:
@@ -141,10 +180,7 @@ class _Document:
         keys = key.strip().split(".")
         if not equals or not all(keys):
             raise RecipeError(f"--set {text}: not of the form key=value", next="for example --set parallel.tensor=2")
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"--set {text}: the value is not valid YAML", why=str(error)) from error
+        parsed = self._value(value, f"--set {text}")
         place: Any = self.data
         for depth, part in enumerate(keys):
             step: KeyPath = tuple(keys[: depth + 1])
@@ -171,6 +207,7 @@ class _Document:
                             next=f"give the whole list: --set '{_dotted(step)}=[...]'",
                         )
                     place[index] = {}
+                self.places[step] = f"--set {text}"
                 place = place[index]
 
     def explain(self, error: ValidationError) -> RecipeError:
@@ -209,6 +246,14 @@ class _Document:
             message = str(detail["ctx"]["error"])
             head, _, tail = message.partition("; ")
             return f"{place}: {head}", tail, "edit the recipe, or override with --set key=value"
+        if given is None:
+            return (
+                f"{place}: `{key}` is empty",
+                "it needs a value, or leave the key out",
+                "see docs/recipe-reference.md",
+            )
+        if kind in ("model_type", "model_attributes_type"):
+            return f"{place}: `{key}` is {_shown(given)}", f"it has keys below it: {', '.join(_keys_at(location))}", ""
         message = str(detail["msg"])
         advice = "see docs/recipe-reference.md"
         if kind == "literal_error":

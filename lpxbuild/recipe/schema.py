@@ -27,7 +27,10 @@ Format = Literal[
 Backend = Literal["openvino", "tensorrt", "pytorch", "vllm"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
-Count = Annotated[int, Field(ge=1)]
+LARGEST = 2**31 - 1
+"""Triton's and TensorRT-LLM's numbers are INT32."""
+
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
 """A whole number of at least 1."""
 
 
@@ -73,7 +76,7 @@ class Limits(Section):
     max_seq_len: Count = Field(2048, description="Longest prompt and answer together, in tokens.")
     max_num_tokens: Count = Field(512, description="Tokens computed in one step over all requests.")
     max_beam_width: Count = Field(1, description="Widest beam search a request may ask for.")
-    max_queue_size: Annotated[int, Field(ge=0)] = Field(
+    max_queue_size: Annotated[int, Field(ge=0, le=LARGEST)] = Field(
         0, description="Requests waiting in Triton before new ones are rejected; 0 = no bound."
     )
 
@@ -96,7 +99,9 @@ class Runtime(Section):
         "`fast` = int8 weights with dynamic quantization, for serving.",
     )
     threads: Count | None = Field(None, description="CPU threads of the embedded engine; default: all cores.")
-    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="Size of the paged KV cache in GiB.")
+    kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="Size of the paged KV cache in GiB."
+    )
     enable_kv_cache_reuse: bool = Field(True, description="Share KV blocks of equal prompt beginnings.")
     enable_chunked_context: bool = Field(True, description="Compute long prompts in pieces of max_num_tokens.")
     python: str | None = Field(
@@ -122,7 +127,7 @@ class Instances(Section):
 class Warmup(Section):
     """Work done before the server is announced as ready."""
 
-    prompts: Annotated[int, Field(ge=1)] = Field(1, description="Generations run through the ensemble before ready.")
+    prompts: Count = Field(1, description="Generations run through the ensemble before ready.")
 
 
 class Serve(Section):
@@ -132,7 +137,7 @@ class Serve(Section):
     bls: bool = Field(True, description="Also render `tensorrt_llm_bls`.")
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to text_input.")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of text_output.")
-    max_queue_delay_microseconds: Annotated[int, Field(ge=0)] = Field(
+    max_queue_delay_microseconds: Annotated[int, Field(ge=0, le=LARGEST)] = Field(
         0, description="How long Triton waits to form a batch."
     )
     instances: Instances = Field(Instances(), description="Triton instances per model.")

@@ -1,0 +1,295 @@
+"""Whatever a user types, pipes or points at ends in one clear message with the right exit status, never in a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lpxbuild.errors import HostError, LpxError, RecipeError, UsageError
+from lpxbuild.output import Output
+from lpxbuild.pipeline import command
+from lpxbuild.pipeline.cache import Cache
+from lpxbuild.pipeline.first_recipe import write_first_recipe
+from lpxbuild.pipeline.inspection import inspect_path
+from lpxbuild.recipe.loading import load, parse
+
+BASELINE = Path(__file__).parent.parent / "cases" / "data" / "baseline"
+SMALL = "name: tiny\nmodel: {source: here}\n"
+LPX = f"{sys.executable} -m lpxbuild"
+
+
+def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        cwd=cwd,
+        check=False,
+        timeout=60,
+        env={**os.environ, "LPX": LPX, "LPX_CACHE": str(cwd / "cache"), **environment},
+    )
+
+
+# --json -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "build",
+        "build a.yaml --bogus",
+        "nope",
+        "build a.yaml extra",
+        "cache prune --older-than x",
+        "serve . --http-port x",
+        "serve . --http-port 70000",
+    ],
+)
+def test_a_wrong_command_line_is_a_document_too(tmp_path: Path, arguments: str) -> None:
+    done = shell(f"{LPX} {arguments} --json", tmp_path)
+    document = json.loads(done.stdout)
+    assert (document["error"], document["exit_code"], done.returncode) == ("UsageError", 2, 2)
+    assert document["what"]
+    assert "-h" in document["next"]
+
+
+def test_json_is_json_whatever_bytes_a_name_has(tmp_path: Path) -> None:
+    for locale in ("C.UTF-8", "C", "POSIX"):
+        done = shell(f"{LPX} build $'a\\xff\\xc3\\xa9.yaml' --json", tmp_path, LC_ALL=locale)
+        assert done.returncode == 2
+        assert "does not exist" in json.loads(done.stdout)["what"]
+    done = shell(f"{LPX} build $'\\xf0\\x9f\\x98\\x80\\xc3\\xa9.yaml' --json", tmp_path, PYTHONIOENCODING="latin-1")
+    assert "\U0001f600é.yaml" in json.loads(done.stdout)["what"]
+
+
+def test_a_message_is_printed_in_any_encoding(tmp_path: Path) -> None:
+    done = shell(f"{LPX} build $'a\\xff.yaml'", tmp_path, PYTHONIOENCODING="utf-8:strict")
+    assert done.returncode == 2
+    assert b"does not exist" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+# stdout and stderr ------------------------------------------------------------------------------------------------
+
+
+def test_closed_streams_change_no_exit_status(tmp_path: Path) -> None:
+    assert shell(f"{LPX} recipes >&-", tmp_path).returncode == 0
+    assert shell(f"{LPX} recipes --json >&- 2>&-", tmp_path).returncode == 0
+    for closed in ("2>&-", "2>/dev/full", "<&- >&- 2>&-", "--json >&- 2>&-"):
+        assert shell(f"{LPX} build nope.yaml {closed}", tmp_path).returncode == 2
+
+
+def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    for options in ("", "--json"):
+        done = shell(f"{LPX} recipes {options} >/dev/full", tmp_path)
+        assert done.returncode == 3
+        assert done.stderr.decode().startswith("error: the result cannot be written to stdout")
+        assert b"Traceback" not in done.stderr
+        assert b"Exception" not in done.stderr
+
+
+def test_a_reader_that_went_away_hides_no_failure(tmp_path: Path) -> None:
+    """`lpx … | head`: a result nobody reads is fine, a failure after it is still one."""
+    done = shell(f"set -o pipefail; ({LPX} recipes; echo $? >status) | true; cat status", tmp_path)
+    assert done.stdout.split()[-1] == b"0"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        output = Output("human", stdout=gone, stderr=gone)
+        output.result({}, "x" * 100_000)
+        output.step("goes on")
+        output.error(UsageError("what"))
+        output.result({}, "more")
+
+
+# recipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: x\na: &a [*a]\n", "r.yaml:2"),
+        ("name: x\na: &a {b: *a}\n", "r.yaml:2"),
+        ("name: " + "[" * 5000 + "]" * 5000, "nested"),
+        (
+            "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)),
+            "too large",
+        ),
+        ("name: x\n? [a, b]\n: 1\n", "r.yaml:2"),
+        ("name: ${NAME\nmodel: {source: x}\n", "r.yaml:1"),
+        ("name: x\nmodel: {source: x}\nparallel:\n  tensor: ${BROKEN}\n", "r.yaml:4"),
+    ],
+)
+def test_strange_yaml_is_refused_by_line(monkeypatch: pytest.MonkeyPatch, text: str, words: str) -> None:
+    monkeypatch.setenv("BROKEN", "{a: [")
+    with pytest.raises(RecipeError) as caught:
+        parse(text, "r.yaml", [])
+    assert words in str(caught.value)
+    assert "Node(" not in str(caught.value)
+
+
+def test_an_alias_is_still_fine() -> None:
+    assert parse("name: &n tiny\nmodel: {source: *n}\n", "r.yaml", []).model.source == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("limits.max_batch_size=99999999999999999999", "less than or equal to 2147483647"),
+        ("runtime.kv_cache_gib=.inf", "finite"),
+        ("runtime.kv_cache_gib=.nan", "finite"),
+        ("paralel.tensor=2", "--set paralel.tensor=2"),
+        ("parallel.tensor.x=2", "--set parallel.tensor.x=2"),
+        ("parallel=2", "keys below it: tensor, pipeline"),
+        ("model=", "is empty"),
+        ("name=[1", "not valid YAML"),
+        ("name=a\udcff", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_names_itself_and_what_is_valid(override: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse(SMALL, "r.yaml", [override])
+    assert words in str(caught.value)
+    assert "instance of" not in str(caught.value)
+    assert "\n  in " not in str(caught.value)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "broken.yaml").symlink_to("away.yaml")
+    for name, words in (("pipe.yaml", "not a file"), ("folder.yaml", "folder"), ("broken.yaml", "away.yaml")):
+        with pytest.raises(RecipeError, match=words):
+            load(tmp_path / name, [])
+
+
+def test_names_that_no_file_system_takes(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(SMALL)
+    long = "x" * 300
+    for arguments in (
+        f"build {long}.yaml",
+        f"inspect {long}",
+        f"init {long}",
+        f"build r.yaml --set model.source={long}",
+    ):
+        done = shell(f"{LPX} {arguments} --json", tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert "File name too long" in json.loads(done.stdout)["what"]
+
+
+def test_a_shipped_recipe_is_found_by_its_beginning() -> None:
+    with pytest.raises(LpxError, match="lpx recipes smollm2-135m-int8-tp3"):
+        command.recipe_file("smollm2")
+
+
+# inspect ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("ensemble/config.pbtxt", "garbage {{"), ("engine.json", "{"), ("engine.json", "[]")]
+)
+def test_broken_files_are_named_by_inspect(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=name):
+        inspect_path(tmp_path, output=Output.quiet())
+
+
+# init -------------------------------------------------------------------------------------------------------------
+
+
+def test_init_writes_through_a_link_and_never_over_a_device_or_folder(tmp_path: Path) -> None:
+    """A rename onto /dev/stdout would replace the link for everybody."""
+    device = tmp_path / "device"
+    device.symlink_to("/dev/null")
+    target = tmp_path / "real.yaml"
+    target.write_text("old")
+    link = tmp_path / "link.yaml"
+    link.symlink_to("real.yaml")
+    for path in (device, tmp_path):
+        with pytest.raises(UsageError, match="not a file"):
+            write_first_recipe(str(BASELINE), path, revision=None, force=True, output=Output.quiet())
+    assert device.readlink() == Path("/dev/null")
+    write_first_recipe(str(BASELINE), link, revision=None, force=True, output=Output.quiet())
+    assert link.is_symlink()
+    assert target.read_text().startswith("# yaml-language-server")
+
+
+# cache ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--older-than -1",
+        "--older-than nan",
+        "--max-size inf",
+        "--max-size nan",
+        "--max-size -5",
+        "--all --max-size 5",
+        "--all --older-than 1",
+    ],
+)
+def test_prune_refuses_limits_that_are_none(tmp_path: Path, options: str) -> None:
+    done = shell(f"{LPX} cache prune {options} --json", tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert options.split()[0] in json.loads(done.stdout)["what"]
+
+
+def test_a_file_is_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="not a folder"):
+        Cache(tmp_path / "file")
+
+
+def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(f"name: tiny\nmodel: {{source: {BASELINE}}}\n")
+    for option in ("--build-dir /proc/x", "--cache-dir /proc/x"):
+        done = shell(f"{LPX} build r.yaml --to source {option} --json", tmp_path)
+        assert done.returncode == 3, done.stderr
+        assert "/proc/x" in json.loads(done.stdout)["what"]
+
+
+# smoke ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_smoke_test_is_one_document(tmp_path: Path) -> None:
+    done = shell(f"{LPX} smoke 127.0.0.1:1 --json", tmp_path)
+    assert (done.returncode, json.loads(done.stdout)["ok"]) == (1, False)
+    assert b"error: the smoke test of 127.0.0.1:1 failed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ("127.0.0.1:99999", 2, "127.0.0.1:99999"),
+        ("127.0.0.1:65535", 2, "65536"),
+        ("127.0.0.1:1 --grpc bad", 2, "--grpc bad"),
+        ("127.0.0.1:1 --grpc h:99999", 2, "--grpc h:99999"),
+        ("127.0.0.1:1 --junit /tmp", 2, "--junit /tmp"),
+        ("127.0.0.1:1 --junit /proc/x.xml", 3, "--junit /proc/x.xml"),
+    ],
+)
+def test_wrong_addresses_and_report_files(tmp_path: Path, arguments: str, status: int, words: str) -> None:
+    done = shell(f"{LPX} smoke {arguments} --json", tmp_path)
+    assert done.returncode == status
+    assert json.loads(done.stdout)
+    assert words in done.stderr.decode()
+
+
+# the operating system ---------------------------------------------------------------------------------------------
+
+
+def test_errors_keep_their_class() -> None:
+    from lpxbuild.errors import of_the_system
+
+    assert isinstance(of_the_system(OSError(28, "x", "f")), HostError)
+    assert isinstance(of_the_system(OSError(13, "x", "f")), UsageError)
+    assert isinstance(of_the_system(MemoryError()), HostError)
+    assert of_the_system(OSError(2, "x", "f")) is None
+    assert of_the_system(ValueError()) is None
