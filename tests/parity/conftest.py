@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,28 +14,6 @@ import pytest
 from lpxbuild import checkpoint, source
 from lpxbuild.engine import compile_engine
 from lpxbuild.output import Output
-
-ROOT = Path(__file__).parents[2]
-TESTS = ROOT / "tests"
-
-
-@pytest.fixture(scope="session")
-def reference_python() -> Path:
-    """The interpreter that has torch and transformers."""
-    python = ROOT / ".venv-ref" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("no .venv-ref: run `make test` once")
-    return python
-
-
-@pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory, reference_python: Path) -> Path:
-    """Folder with one Hugging Face folder per tiny model, each with reference.npz of transformers."""
-    folder = tmp_path_factory.mktemp("tiny_models")
-    script = TESTS / "reference" / "tiny_models.py"
-    done = subprocess.run([reference_python, script, folder], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 @dataclass(frozen=True)

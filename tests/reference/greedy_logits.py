@@ -1,6 +1,7 @@
 """Run by the reference interpreter: what transformers computes of a Hugging Face folder in float32.
 
-usage: greedy_logits.py MODEL PROMPT.json OUT.npz   PROMPT.json: [ids]. OUT: logits [prompt, vocabulary], greedy [32].
+usage: greedy_logits.py MODEL PROMPT.json OUT.npz   PROMPT.json: [ids]. OUT: logits [prompt, vocabulary], greedy [32],
+log_probs [32] (of the greedy tokens).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def main(model_path: str, prompt_path: Path, out: str) -> None:
             eos_token_id=None,
             pad_token_id=0,
         )
-    np.savez(out, logits=logits.numpy(), greedy=answer[0, ids.shape[1] :].numpy())
+        greedy = answer[0, ids.shape[1] :]
+        scores = torch.log_softmax(model(answer).logits[0, ids.shape[1] - 1 : -1], dim=-1)
+        log_probs = scores.gather(1, greedy[:, None])[:, 0]
+    np.savez(out, logits=logits.numpy(), greedy=greedy.numpy(), log_probs=log_probs.numpy())
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ One server for all: the engine behind it is exchanged, and its host ended, so th
 
 from __future__ import annotations
 
+import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from traces import wait_until
 from lpxbuild.server import ServerSettings, SupervisorSettings, start
 from lpxbuild.smoke.client import TritonClient
 
-ROOT = Path(__file__).parents[2]
 # mistral has a window of 8 tokens and the prompts have 24: three windows.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2))
@@ -25,19 +24,12 @@ TOKENS = 32
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder per family, with the tokens and log-probabilities of transformers in reference.npz."""
-    python = ROOT / ".venv-ref" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("no .venv-ref: run `make test` once")
-    folder = tmp_path_factory.mktemp("references")
-    script = ROOT / "tests" / "reference" / "tiny_models.py"
-    done = subprocess.run([python, script, folder], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def references(tiny_models: Path) -> Path:
+    """The tiny models with a tokenizer, which a repository needs."""
     for family in FAMILIES:
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(tiny_model.CASES / "baseline" / name, folder / family / name)
-    return folder
+            shutil.copy(tiny_model.CASES / "baseline" / name, tiny_models / family / name)
+    return tiny_models
 
 
 class Served:
@@ -92,3 +84,37 @@ def test_greedy_tokens_equal_transformers(served, references, tmp_path, family, 
     tokens, log_probs = served.greedy(reference["prompt"].tolist())
     assert tokens == reference["greedy"].tolist()
     assert np.abs(np.array(log_probs) - reference["log_probs"]).max() <= 1e-3
+
+
+def test_ignoring_the_window_would_be_seen(served, references, tmp_path):
+    """The same weights without their window answer otherwise, so the comparison above can fail."""
+    folder = tmp_path / "windowless"
+    shutil.copytree(references / "mistral", folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["sliding_window"] == 8
+    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": None}))
+    served.exchange(tiny_model.build_engine(folder, tmp_path / "built"))
+    reference = np.load(references / "mistral" / "reference.npz")
+    assert len(reference["prompt"]) == 3 * 8
+    tokens, _ = served.greedy(reference["prompt"].tolist())
+    assert tokens != reference["greedy"].tolist()
+
+
+# (3, 2) also in make test: a real model at the widest split. The others only in make test-all: 540 MB each.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"),
+    [*(pytest.param(*split, marks=pytest.mark.full) for split in ((1, 1), (3, 1), (1, 2))), (3, 2)],
+)
+def test_smollm2_equals_transformers(smollm2, tmp_path, tensor, pipeline):
+    runtime = tiny_model.Runtime(threads=2, kv_cache_bytes=256 << 20)
+    engine = tiny_model.build_engine(smollm2, tmp_path / "built", tensor=tensor, pipeline=pipeline, runtime=runtime)
+    repository = tiny_model.build_repository(engine, tmp_path / "repository")
+    reference = np.load(smollm2.parent / "reference.npz")
+    prompt = json.loads((smollm2.parent / "prompt.json").read_text())
+    with start(repository, log_path=tmp_path / "triton.log") as server:
+        tokens, log_probs = Served(server, repository).greedy(prompt)
+    assert tokens == reference["greedy"].tolist()
+    assert np.abs(np.array(log_probs) - reference["log_probs"]).max() <= 1e-3
+    # Half a gigabyte each: do not leave them to the end of the session.
+    shutil.rmtree(tmp_path)

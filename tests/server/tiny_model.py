@@ -86,7 +86,15 @@ def make_source(folder: Path, *, seed: int = 5, tokenizer: str = "baseline", **c
     return folder
 
 
-def build_engine(source_folder: Path, place: Path, *, tensor: int = 1, pipeline: int = 1, **limits: int) -> Path:
+def build_engine(
+    source_folder: Path,
+    place: Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    runtime: Runtime = Runtime(),  # noqa: B008  frozen
+    **limits: int,
+) -> Path:
     """Source folder → engine folder, format none, float32, exact."""
     from lpxbuild import checkpoint, engine, source
     from lpxbuild.output import Output
@@ -107,7 +115,7 @@ def build_engine(source_folder: Path, place: Path, *, tensor: int = 1, pipeline:
         output=output,
     )
     engine.compile_engine(
-        "openvino", place / "checkpoint", place / "engine", limits=Limits(**limits), runtime=Runtime(), output=output
+        "openvino", place / "checkpoint", place / "engine", limits=Limits(**limits), runtime=runtime, output=output
     )
     return place / "engine"
 

