@@ -126,6 +126,12 @@ def _yarn(scaling: Mapping[str, Any], max_position_embeddings: int) -> dict[str,
         attention_factor = _number(scaling, "attention_factor")
         if factor > 1:
             mscale = (attention_factor - 1.0) / (0.1 * math.log(factor))
+        elif attention_factor != 1:
+            raise SourceError(
+                f"config.json: rope_scaling has attention_factor {attention_factor:g} with factor {factor:g}",
+                why="TensorRT-LLM's yarn scales attention only with a factor above 1",
+                next="compare config.json with the original repository of the model",
+            )
     elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
         mscale, mscale_all_dim = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
     return {

@@ -193,6 +193,11 @@ def test_rotary_frequencies_by_hand() -> None:
     assert scaled.tolist() == pytest.approx([1.0, 0.01 / 8])
     _, magnitude = frequencies(4, 10000.0, {"type": "yarn", "factor": 4.0}, 128)
     assert magnitude == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    # The checkpoint's way to say attention_factor 1.5 and 1: mscale with mscale_all_dim 0.
+    for wanted in (1.5, 1.0):
+        numbers = {"mscale": (wanted - 1.0) / (0.1 * math.log(4.0)), "mscale_all_dim": 0.0}
+        _, magnitude = frequencies(4, 10000.0, {"type": "yarn", "factor": 4.0, **numbers}, 128)
+        assert magnitude == pytest.approx(wanted, rel=1e-12)
     with pytest.raises(SourceError, match="martian"):
         frequencies(4, 10000.0, {"type": "martian"}, 128)
 

@@ -126,3 +126,14 @@ def test_rope_numbers_mean_the_same_in_trtllms_formulas(answers: list[dict[str, 
     frequencies, factor = trtllm_frequencies(shape_of(CONFIGS[number]))
     np.testing.assert_allclose(frequencies, answers[number]["frequencies"], rtol=2e-6)
     assert factor == pytest.approx(answers[number]["attention_factor"], rel=1e-9)
+
+
+@pytest.mark.parametrize("number", [n for n, config in enumerate(CONFIGS) if "rope_scaling" in config])
+def test_the_embedded_engine_turns_as_transformers_does(answers: list[dict[str, Any]], number: int) -> None:
+    from lpxbuild.engine.openvino.rope import frequencies
+
+    shape = shape_of(CONFIGS[number])
+    scaling = shape.rotary_scaling and {"type": shape.rotary_scaling["rope_type"], **shape.rotary_scaling}
+    found, factor = frequencies(shape.head_size, shape.rotary_base, scaling, shape.max_position_embeddings)
+    np.testing.assert_allclose(found, answers[number]["frequencies"], rtol=2e-6)
+    assert factor == pytest.approx(answers[number]["attention_factor"], rel=1e-9)

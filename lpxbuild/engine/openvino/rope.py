@@ -88,11 +88,10 @@ def _yarn(
 
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
-        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if mscale and mscale_all_dim:
-            attention_factor = magnitude(mscale) / magnitude(mscale_all_dim)
-        else:
-            attention_factor = magnitude(1.0)
+        # As TensorRT-LLM: the checkpoint spells out both numbers, and 0 is a number (`families.rope` writes an explicit
+        # attention factor as mscale with mscale_all_dim 0).
+        mscale, mscale_all_dim = scaling.get("mscale", 1.0), scaling.get("mscale_all_dim", 0.0)
+        attention_factor = magnitude(mscale) / magnitude(mscale_all_dim)
     low, high = correction(scaling.get("beta_fast") or 32), correction(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
