@@ -160,7 +160,7 @@ def _head_size(config: Mapping[str, Any], hidden: int, heads: int, default: int 
 
 def _activation(config: Mapping[str, Any]) -> str:
     name = config.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise SourceError(
             f"config.json: hidden_act is {name!r}",
             why="models of this family use silu",

@@ -15,8 +15,20 @@ def qwen_window(config: Mapping[str, Any], layers: int) -> Window:
     """transformers' rule: layers from max_window_layers on, or `layer_types`; nothing without use_sliding_window."""
     size = config.get("sliding_window") if flag(config, "use_sliding_window", False) else None
     types = config.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise SourceError(
+            f"config.json: layer_types is {types!r}",
+            why=f"a list of {layers} kinds is needed, one for each layer",
+            next="compare config.json with the original repository of the model",
+        )
     if types is None:
         first = config.get("max_window_layers", 28)
+        if size is not None and type(first) is not int:
+            raise SourceError(
+                f"config.json: max_window_layers is {first!r}",
+                why="it names the first layer with a sliding window",
+                next="compare config.json with the original repository of the model",
+            )
         types = [
             "sliding_attention" if size is not None and layer >= first else "full_attention" for layer in range(layers)
         ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from lpxbuild.errors import SourceError
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+LARGEST = 2**31 - 1
+"""TensorRT-LLM's sizes are INT32."""
 
 
 def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -24,16 +28,17 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """`config[key]` as a count ≥ 1; absent or null means `default`.
+    """`config[key]` as a count of 1 to `LARGEST`; absent or null means `default`.
 
     Raises:
-        SourceError: absent without default, or not a whole number ≥ 1.
+        SourceError: absent without default, or not a whole number in that range.
     """
     value = _value(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or not 1 <= value <= LARGEST:
         raise SourceError(
             f"config.json: {key} is {value!r}",
-            why="a whole number of at least 1 is needed",
+            why=f"a whole number from 1 to {LARGEST} is needed",
             next="compare config.json with the original repository of the model",
         )
     return int(value)
@@ -42,7 +47,7 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
 def positive_float(config: Mapping[str, Any], key: str, default: float | None = None, *, where: str = "") -> float:
     """`config[key]` as a number > 0; absent or null means `default`. `where` names a nested dict in the error."""
     value = _value(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise SourceError(
             f"config.json: {where}{key} is {value!r}",
             why="a number above 0 is needed",

@@ -113,7 +113,7 @@ def _fields(path: Path, name: str, value: Any, download: str) -> tuple[str, tupl
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise _broken(path, f"the entry of tensor {name} lacks dtype, shape or data_offsets", download) from None
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _broken(path, f"tensor {name} has the unknown dtype {dtype!r}", download)
     if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
         raise _broken(path, f"tensor {name} has a size or an offset that is not a whole number", download)

@@ -37,8 +37,8 @@ def match_tensors(
     Raises:
         SourceError: a tensor is absent, has another shape or dtype, or is unknown and inside the model.
     """
-    expected = family.tensors(shape)
     _check_layers(tensors, shape, download)
+    expected = family.tensors(shape)
     for name, spec in expected.items():
         entry = tensors.get(name)
         if entry is None:
@@ -107,16 +107,17 @@ def check_tied_head(tensors: Mapping[str, TensorEntry]) -> None:
 
 def _check_layers(tensors: Mapping[str, TensorEntry], shape: ModelShape, download: str) -> None:
     found = {int(match[1]) for match in map(_LAYER.match, tensors) if match}
-    missing = sorted(set(range(shape.num_hidden_layers)) - found)
-    if missing:
+    # One by one: the number in config.json may be anything.
+    missing = next((layer for layer in range(shape.num_hidden_layers) if layer not in found), None)
+    if missing is not None:
         raise SourceError(
-            f"layer {missing[0]} (model.layers.{missing[0]}) is missing: config.json says num_hidden_layers "
+            f"layer {missing} (model.layers.{missing}) is missing: config.json says num_hidden_layers "
             f"{shape.num_hidden_layers}, the files hold {len(found)}",
             why="the weights are incomplete, or config.json belongs to another model",
             next=download,
         )
     learned = {int(m[1]) for m in map(_LAYER.match, tensors) if m and not m.string.endswith(IGNORED_SUFFIXES)}
-    extra = sorted(learned - set(range(shape.num_hidden_layers)))
+    extra = sorted(layer for layer in learned if layer >= shape.num_hidden_layers)
     if extra:
         raise SourceError(
             f"the files hold layer {extra[0]} (model.layers.{extra[0]}), config.json says num_hidden_layers "

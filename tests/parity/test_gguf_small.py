@@ -328,6 +328,20 @@ def test_refused_by_name(tmp_path, options, change, words):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "word"), [(0, 2, "0 under"), (4, 0, "0 under"), (3, 1, "no 3 heads of an even size")]
+)
+def test_heads_that_cannot_be_are_refused(tmp_path, monkeypatch, heads, kv_heads, word):
+    # The tensors stay those of 4 and 2 heads.
+    from gguf import GGUFWriter
+
+    add, add_kv = GGUFWriter.add_head_count, GGUFWriter.add_head_count_kv
+    monkeypatch.setattr(GGUFWriter, "add_head_count", lambda writer, _count: add(writer, heads))
+    monkeypatch.setattr(GGUFWriter, "add_head_count_kv", lambda writer, _count: add_kv(writer, kv_heads))
+    with pytest.raises(SourceError, match=word):
+        converted(write_gguf(tmp_path / "x.gguf"))
+
+
 @pytest.mark.parametrize("size", [40, 4000, -1000])
 def test_a_file_cut_short_is_refused(tmp_path, size):
     file = write_gguf(tmp_path / "model.gguf")

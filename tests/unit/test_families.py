@@ -229,6 +229,13 @@ class TestWindow:
         with pytest.raises(SourceError, match="layer_types"):
             shape("qwen2", layer_types=types)
 
+    @pytest.mark.parametrize(
+        "wrong", [{"layer_types": 4}, {"max_window_layers": None}, {"max_window_layers": "3"}], ids=str
+    )
+    def test_a_window_of_the_wrong_kind_is_named_with_its_key(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(SourceError, match=f"{next(iter(wrong))} is"):
+            shape("qwen2", sliding_window=8, use_sliding_window=True, **wrong)
+
     def test_a_window_that_no_sequence_leaves_is_no_feature(self) -> None:
         found = shape("mistral", sliding_window=8)
         assert attention_features(found) == ("sliding_window",)
@@ -276,6 +283,12 @@ class TestWrongValues:
             ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
             ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
             ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+            ({"hidden_size": math.inf}, "hidden_size is inf"),
+            ({"hidden_size": math.nan}, "hidden_size is nan"),
+            ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
+            ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+            ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.2}}, "attention_factor 1.2"),
         ],
     )
     def test_key_and_value_are_named(self, changes: dict[str, Any], message: str) -> None:

@@ -49,6 +49,7 @@ def test_entries_point_at_the_bytes(tmp_path):
         ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12), ["b begins at byte"]),
         ({"a": entry([3], 0, 8)}, bytes(8), ["needs 12 bytes", "give 8"]),
         ({"a": entry([2], 0, 8, "F99")}, bytes(8), ["unknown dtype 'F99'"]),
+        ({"a": entry([2], 0, 8, ["F32"])}, bytes(8), ["unknown dtype ['F32']"]),
         ({"a": entry([-2], 0, 8)}, bytes(8), ["not a whole number"]),
         ({"a": entry([2.0], 0, 8)}, bytes(8), ["not a whole number"]),
         ({"a": entry([True], 0, 4)}, bytes(4), ["not a whole number"]),

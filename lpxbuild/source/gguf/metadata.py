@@ -43,6 +43,13 @@ class Metadata:
             raise self._error(f"has no {key}")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A count of at least 1."""
+        value = self.whole(key, default)
+        if value < 1:
+            raise self._error(f"has {value} under {key}")
+        return value
+
     def id(self, name: str) -> int | None:
         """A special id, `tokenizer.ggml.<name>_token_id`."""
         value: int | None = self._typed(f"tokenizer.ggml.{name}_token_id", int)
@@ -159,19 +166,19 @@ def open_gguf(file: Path) -> Any:
 
 def model_config(metadata: Metadata, plan: WeightPlan) -> dict[str, Any]:
     """config.json of the model, in the words of transformers 4."""
-    hidden = metadata.whole(f"{ARCHITECTURE}.embedding_length")
-    heads = metadata.whole(f"{ARCHITECTURE}.attention.head_count")
+    hidden = metadata.size(f"{ARCHITECTURE}.embedding_length")
+    heads = metadata.size(f"{ARCHITECTURE}.attention.head_count")
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden,
-        "intermediate_size": metadata.whole(f"{ARCHITECTURE}.feed_forward_length"),
-        "num_hidden_layers": metadata.whole(f"{ARCHITECTURE}.block_count"),
+        "intermediate_size": metadata.size(f"{ARCHITECTURE}.feed_forward_length"),
+        "num_hidden_layers": metadata.size(f"{ARCHITECTURE}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.whole(f"{ARCHITECTURE}.attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.size(f"{ARCHITECTURE}.attention.head_count_kv", heads),
         "head_dim": head_size(metadata),
         "hidden_act": "silu",
-        "max_position_embeddings": metadata.whole(f"{ARCHITECTURE}.context_length"),
+        "max_position_embeddings": metadata.size(f"{ARCHITECTURE}.context_length"),
         "rms_norm_eps": metadata.number(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.number(f"{ARCHITECTURE}.rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(metadata, plan),
@@ -204,13 +211,13 @@ def generation_config(metadata: Metadata) -> dict[str, Any]:
 
 def head_size(metadata: Metadata) -> int:
     """Width of a head; RoPE has to turn all of it."""
-    hidden = metadata.whole(f"{ARCHITECTURE}.embedding_length")
-    heads = metadata.whole(f"{ARCHITECTURE}.attention.head_count")
-    size = metadata.whole(f"{ARCHITECTURE}.attention.key_length", hidden // heads)
-    rotary = metadata.whole(f"{ARCHITECTURE}.rope.dimension_count", size)
+    hidden = metadata.size(f"{ARCHITECTURE}.embedding_length")
+    heads = metadata.size(f"{ARCHITECTURE}.attention.head_count")
+    size = metadata.size(f"{ARCHITECTURE}.attention.key_length", hidden // heads)
+    rotary = metadata.size(f"{ARCHITECTURE}.rope.dimension_count", size)
     if metadata.value(f"{ARCHITECTURE}.attention.key_length") is None:
         size = rotary  # older files state the head's width only here
-    value_size = metadata.whole(f"{ARCHITECTURE}.attention.value_length", size)
+    value_size = metadata.size(f"{ARCHITECTURE}.attention.value_length", size)
     if rotary != size or value_size != size:
         raise SourceError(
             f"{metadata.file.name} has heads of {size} with {rotary} turned by RoPE and values of {value_size}",
@@ -235,7 +242,7 @@ def _rope_scaling(metadata: Metadata, plan: WeightPlan) -> dict[str, Any] | None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        original = metadata.whole(f"{ARCHITECTURE}.rope.scaling.original_context_length")
+        original = metadata.size(f"{ARCHITECTURE}.rope.scaling.original_context_length")
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     raise SourceError(
         f"{metadata.file.name} has the rope scaling {kind!r}",

@@ -76,7 +76,7 @@ def build_tokenizer(metadata: Metadata, *, vocab_size: int) -> BuiltTokenizer:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": metadata.whole(f"{ARCHITECTURE}.context_length"),
+        "model_max_length": metadata.size(f"{ARCHITECTURE}.context_length"),
     }
     return BuiltTokenizer(model, config, special)
 

@@ -74,13 +74,13 @@ def plan_weights(metadata: Metadata, tensors: Sequence[Any], dtype: str) -> Weig
     Raises:
         SourceError: a tensor is unknown, missing, or the biases are not all or none.
     """
-    heads = metadata.whole(f"{ARCHITECTURE}.attention.head_count")
-    kv_heads = metadata.whole(f"{ARCHITECTURE}.attention.head_count_kv", heads)
+    heads = metadata.size(f"{ARCHITECTURE}.attention.head_count")
+    kv_heads = metadata.size(f"{ARCHITECTURE}.attention.head_count_kv", heads)
     planned: dict[str, PlannedTensor] = {}
     factors: list[float] | None = None
     for tensor in tensors:
         if tensor.name == _ROPE_FACTORS:
-            factors = [float(value) for value in tensor.data]
+            factors = [float(value) for value in tensor.data.reshape(-1)]
             continue
         name = _hugging_face_name(tensor.name)
         if name is None:
@@ -91,8 +91,14 @@ def plan_weights(metadata: Metadata, tensors: Sequence[Any], dtype: str) -> Weig
             )
         shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF counts dimensions from the innermost
         permuted = heads if ".q_proj." in name else kv_heads if ".k_proj." in name else None
+        if permuted is not None and shape[0] % (2 * permuted):
+            raise SourceError(
+                f"{metadata.file.name}: {tensor.name} has {shape[0]} rows, which are no {permuted} heads of an even size",
+                why="the number of heads in the file belongs to another model",
+                next="download the file again, or give the Hugging Face folder of this model",
+            )
         planned[name] = PlannedTensor(name, shape, tensor, permuted)
-    layers = metadata.whole(f"{ARCHITECTURE}.block_count")
+    layers = metadata.size(f"{ARCHITECTURE}.block_count")
     _check_complete(metadata, planned, layers)
     return WeightPlan(
         tensors=tuple(planned.values()),
