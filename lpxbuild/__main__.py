@@ -10,9 +10,13 @@ from pathlib import Path
 def main() -> None:
     """Run the command line."""
     _standard_streams()
-    from lpxbuild.cli import app
+    try:
+        from lpxbuild.cli import app
 
-    app()
+        app()
+    except KeyboardInterrupt:  # before a command runs; from then on `lpxbuild.cli.running` says what was stopped
+        sys.stderr.write("error: stopped by SIGINT\n")
+        sys.exit(130)
 
 
 def _standard_streams() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from lpxbuild.errors import LpxError, UsageError, of_the_system
 from lpxbuild.output import Mode, Output
@@ -17,8 +18,29 @@ class Terminated(BaseException):
     """SIGTERM arrived; unwinds like KeyboardInterrupt so that every stage cleans up."""
 
 
-def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    raise Terminated
+STOPS = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def _on_signals() -> list[str]:
+    """Handle SIGTERM and, unless it is ignored (`nohup`, `&` in a script), SIGINT; returns the list of what arrived.
+
+    What a handler raises can end as something else: an extension module that is being imported turns it into an
+    ImportError. The list tells such an error from a real one.
+    """
+    arrived: list[str] = []
+
+    def terminate(_signal: int, _frame: FrameType | None) -> None:
+        arrived.append("SIGTERM")
+        raise Terminated
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        arrived.append("SIGINT")
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    return arrived
 
 
 @contextmanager
@@ -33,7 +55,7 @@ def running(json: bool, quiet: bool) -> Iterator[Output]:
     if json and quiet:
         output.error(UsageError("--json and --quiet exclude each other", next="give one of them"))
         sys.exit(UsageError.exit_code)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    arrived = _on_signals()
     try:
         yield output
     except LpxError as error:
@@ -43,11 +65,11 @@ def running(json: bool, quiet: bool) -> Iterator[Output]:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         _stopped(output, "SIGINT")
-        sys.exit(130)
     except Terminated:
         _stopped(output, "SIGTERM")
-        sys.exit(143)
     except Exception as error:
+        if arrived:
+            _stopped(output, arrived[0])
         if os.environ.get("LPX_DEBUG") == "1":
             raise
         if (refused := of_the_system(error)) is not None:
@@ -63,11 +85,12 @@ def running(json: bool, quiet: bool) -> Iterator[Output]:
         sys.exit(70)
 
 
-def _stopped(output: Output, name: str) -> None:
+def _stopped(output: Output, name: str) -> NoReturn:
     output.error(
         LpxError(
             f"stopped by {name}",
-            why="finished stages are kept in the cache, the unfinished one was removed",
+            why="what was finished is kept, what was not was removed",
             next="run the same command again to go on from there",
         )
     )
+    sys.exit(STOPS[name])

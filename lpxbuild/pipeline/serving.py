@@ -93,6 +93,8 @@ def serve(
     from lpxbuild import server
     from lpxbuild.server import serving as lifetime
 
+    if not address.strip():
+        raise UsageError("--address is empty", next="--address 127.0.0.1, or 0.0.0.0 for every network of this host")
     served = find(build)
     if stop:
         if not lifetime.stop(served.state, output=output):

@@ -74,7 +74,7 @@ def render(engine: Path, destination: Path, settings: RepositorySettings, *, out
             why="\n".join(str(finding) for finding in findings),
             next="lpx cache verify, then build again with --force",
         )
-    output.step(f"repository: {', '.join(settings.models)} in {destination}")
+    output.step(f"repository: {', '.join(settings.models)}")
     return RepositoryReport(destination, settings.models, shared)
 
 

@@ -255,6 +255,14 @@ def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
         assert "/proc/x" in json.loads(done.stdout)["what"]
 
 
+# serve ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_address_is_refused(tmp_path: Path) -> None:
+    done = shell(f"{LPX} serve . --address '' --json", tmp_path)
+    assert (done.returncode, json.loads(done.stdout)["what"]) == (2, "--address is empty")
+
+
 # smoke ------------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +288,41 @@ def test_wrong_addresses_and_report_files(tmp_path: Path, arguments: str, status
     assert done.returncode == status
     assert json.loads(done.stdout)
     assert words in done.stderr.decode()
+
+
+# signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_that_an_import_turned_into_an_error_is_still_a_stop(tmp_path: Path, name: str, status: int) -> None:
+    """numpy's C code answers an exception during its import with an ImportError of its own."""
+    code = (
+        "import os, signal\n"
+        "from lpxbuild.cli.running import running\n"
+        "with running(json=True, quiet=False):\n"
+        f"    try: os.kill(os.getpid(), signal.{name}); signal.pause()\n"
+        "    except BaseException: pass\n"
+        "    raise ImportError('numpy._core.umath failed to import')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    assert json.loads(done.stdout)["what"] == f"stopped by {name}"
+
+
+def test_an_interrupt_before_the_command_runs_shows_no_traceback() -> None:
+    code = (
+        "import sys, types\n"
+        "class Cli(types.ModuleType):\n"
+        "    def __getattr__(self, name):\n"
+        "        if name == 'app': raise KeyboardInterrupt\n"
+        "        raise AttributeError(name)\n"
+        "import lpxbuild\n"
+        "sys.modules['lpxbuild.cli'] = Cli('lpxbuild.cli')\n"
+        "from lpxbuild.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: stopped by SIGINT\n")
 
 
 # the operating system ---------------------------------------------------------------------------------------------
