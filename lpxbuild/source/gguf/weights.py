@@ -93,7 +93,7 @@ def plan_weights(metadata: Metadata, tensors: Sequence[Any], dtype: str) -> Weig
         permuted = heads if ".q_proj." in name else kv_heads if ".k_proj." in name else None
         if permuted is not None and shape[0] % (2 * permuted):
             raise SourceError(
-                f"{metadata.file.name}: {tensor.name} has {shape[0]} rows, which are no {permuted} heads of an even size",
+                f"{metadata.file.name}: {tensor.name} has {shape[0]} rows, no {permuted} heads of an even size",
                 why="the number of heads in the file belongs to another model",
                 next="download the file again, or give the Hugging Face folder of this model",
             )
