@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lpxbuild.errors import LpxError, UsageError
+from lpxbuild.errors import LpxError, SourceError, UsageError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import host, locking, source_input
 from lpxbuild.pipeline.artifact import Artifact
@@ -114,7 +114,15 @@ class _Build:
         self.recipe_path = recipe_path
         self.lock_path = locking.place(recipe_path, self.workspace.root)
         self.remembered = RememberedDigests(cache.digests)
-        self.maker = Maker(cache, output, self._before_making, self._room_for, force=force, paranoid=paranoid)
+        self.maker = Maker(
+            cache,
+            output,
+            self._before_making,
+            self._after_running,
+            self._room_for,
+            force=force,
+            paranoid=paranoid,
+        )
         self.artifacts: dict[str, Artifact] = {}
         self.paths: dict[str, Path] = {}
         self.commit: str | None = None
@@ -218,6 +226,25 @@ class _Build:
             features = attention_features(source.shape, self.recipe.limits.max_seq_len)
             check_features(features, self.recipe.backend)
 
+    def _after_running(self, stage: Stage) -> tuple[str, ...]:
+        """The key says which bytes were read: refuse what was made of files that changed meanwhile.
+
+        Returns:
+            Notices of the source's check, which came before the stage and belong to its result.
+        """
+        gguf = self.input.kind == "gguf"
+        if stage.name == "source" or (stage.after == "source" and not gguf):
+            place = self.input.path if gguf else self.paths["source"]
+            now = source_input.digests(place, self.remembered, fresh=False, save=False)
+            changed = sorted(name for name in self.files.keys() | now.keys() if self.files.get(name) != now.get(name))
+            if changed:
+                raise SourceError(
+                    f"{changed[0]} of {self.input.origin} changed while it was read",
+                    why=f"changed in {place}: {', '.join(changed[:8])}",
+                    next="run the same command again when nothing writes there any more",
+                )
+        return self._source.notices if stage.after == "source" and self._source is not None else ()
+
     def _room_for(self, stage: Stage) -> int:
         """Bytes that the stage's output has at least; the converter knows its own need and checks it itself."""
         if stage.name == "source":
@@ -301,9 +328,8 @@ class _Build:
     # result -----------------------------------------------------------------------------------------------------
 
     def _versions(self) -> dict[str, str]:
-        names = {"lpx"} | {name for stage in self.stages for name in stage.versions}
-        if self.input.kind != "gguf":
-            names.discard("gguf")
+        stages = self.stages if self.input.kind == "gguf" else self.stages[1:]
+        names = {"lpx"} | {name for stage in stages for name in stage.versions}
         return {name: version(name) for name in sorted(names)}
 
     def _finish(self, versions: Mapping[str, str], failure: SmokeFailed | None) -> BuildResult:

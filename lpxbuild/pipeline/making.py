@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lpxbuild.errors import HostError, LpxError
+from lpxbuild.errors import HostError, LpxError, VerdictError
 from lpxbuild.output import Output
 from lpxbuild.pipeline.artifact import FILES, Artifact
 from lpxbuild.pipeline.cache import Cache, KeyLock
 from lpxbuild.pipeline.digest import record_files, tree
 from lpxbuild.pipeline.host import check_disk
 from lpxbuild.pipeline.keys import key_of, version
-from lpxbuild.pipeline.placing import free_bytes, make_large_files_read_only, room_errors, sync_tree
+from lpxbuild.pipeline.placing import free_bytes, make_large_files_read_only, remove_tree, room_errors, sync_tree
 from lpxbuild.pipeline.stages import Stage, Work
 
 FULL_DISK = 1 << 20
@@ -29,6 +29,8 @@ class Maker:
 
     Attributes:
         before_making: cheap checks, called before the first stage that has to run.
+        after_running: called when a stage has run, before its result counts; raises where its input did not stand
+            still, and returns what was noticed about that input before.
         room_for: stage → bytes it will write at least.
         force: make every stage again, even if the cache has it.
         paranoid: hash cached artifacts in full.
@@ -37,6 +39,7 @@ class Maker:
     cache: Cache
     output: Output
     before_making: Callable[[Stage], None]
+    after_running: Callable[[Stage], Sequence[str]]
     room_for: Callable[[Stage], int]
     force: bool = False
     paranoid: bool = False
@@ -118,8 +121,14 @@ class Maker:
             output.step(f"{stage.name}: working")
             destination = temporary / FILES
             started, notices_before = time.monotonic(), len(output.notices)
-            report = self._run(stage, work, destination)
+            try:
+                report = self._run(stage, work, destination)
+            except VerdictError:
+                # The newest verdict counts: an earlier one to the contrary must not prove the next build.
+                remove_tree(self.cache.root / stage.name / key)
+                raise
             seconds = time.monotonic() - started
+            notices = (*self.after_running(stage), *output.notices[notices_before:])
             make_large_files_read_only(destination)
             sync_tree(destination)
             names = tree(destination)
@@ -131,7 +140,7 @@ class Maker:
                 inputs=dict(components),
                 files=dict(zip(names, records)),
                 report=report,
-                notices=tuple(output.notices[notices_before:]),
+                notices=notices,
                 versions={name: version(name) for name in ("lpx", *stage.versions)},
                 seconds=round(seconds, 3),
                 made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),

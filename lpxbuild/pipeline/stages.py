@@ -186,7 +186,7 @@ STAGES: tuple[Stage, ...] = (
         "source",
         _convert_source,
         fields=("model.dtype",),
-        versions=("gguf",),
+        versions=("gguf", "tokenizers"),
         rooms=("source",),
     ),
     Stage(
@@ -220,7 +220,7 @@ STAGES: tuple[Stage, ...] = (
             "runtime.enable_chunked_context",
         ),
         versions=("openvino",),
-        rooms=("checkpoint", "engine"),
+        rooms=("families", "quantization", "checkpoint", "engine"),
         after="checkpoint",
         hash_input=True,
     ),
@@ -248,8 +248,8 @@ STAGES: tuple[Stage, ...] = (
         "smoke",
         _smoke,
         fields=("smoke", "serve.warmup", "serve.drain_seconds"),
-        versions=("openvino", "openvino-genai", "nvidia-pytriton", "tritonclient"),
-        rooms=("server", "smoke"),
+        versions=("openvino", "openvino-genai", "nvidia-pytriton", "tokenizers", "tritonclient"),
+        rooms=("server", "smoke", "model_repo"),
         after="repository",
     ),
 )

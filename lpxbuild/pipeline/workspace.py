@@ -22,7 +22,15 @@ from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import FileRecord, record_file, sha256_file, tree, with_current_times
 from lpxbuild.pipeline.host import check_disk
 from lpxbuild.pipeline.manifest import TEXTS, Manifest
-from lpxbuild.pipeline.placing import TEMPORARY, exchange, place_file, remove_tree, sync_tree, write_atomically
+from lpxbuild.pipeline.placing import (
+    TEMPORARY,
+    exchange,
+    place_file,
+    remove_tree,
+    sweep_files,
+    sync_tree,
+    write_atomically,
+)
 from lpxbuild.pipeline.stages import SHOWN
 
 KEPT = "kept"
@@ -74,8 +82,11 @@ class Workspace:
             full: hash every file that is there, whatever its times say.
         """
         with self.locked():
+            # Files by their locks: another build of this name may be writing its lock file here.
+            sweep_files(self.root, f"{TEMPORARY}*")
             for stale in self.root.glob(f"{TEMPORARY}*"):
-                remove_tree(stale)
+                if stale.is_dir():
+                    remove_tree(stale)
             old = self.manifest()
             if old is None and (self.root / manifests.FILE).exists():
                 self._keep_aside(self.root / manifests.FILE, manifests.FILE, "is damaged or was edited")

@@ -617,3 +617,93 @@ def test_the_cache_commands_answer_in_json_and_verify_is_a_verdict(house):
         answer(command.cache_verify)
     assert "rank0.safetensors was changed" in caught.value.why
     assert len(answer(command.cache_prune, **nothing | {"everything": True})["removed"]) == 4
+
+
+def test_a_source_that_changes_while_it_is_read_makes_no_artifact(house, monkeypatch):
+    weights = house.source / "model-00002-of-00002.safetensors"
+    original = weights.read_bytes()
+    stand_in = pipeline_stages.checkpoint
+
+    def interrupted(work, destination):
+        weights.write_bytes(original[:-1] + b"\x01")
+        return stand_in(work, destination)
+
+    monkeypatch.setattr(pipeline_stages, "checkpoint", interrupted)
+    pipeline_stages.install(monkeypatch)
+    with pytest.raises(SourceError, match=f"{weights.name} of model changed while it was read"):
+        house.build()
+    assert house.leftovers() == []
+    weights.write_bytes(original)
+    monkeypatch.setattr(pipeline_stages, "checkpoint", stand_in)
+    house.ran = pipeline_stages.install(monkeypatch)
+    house.build()
+    assert house.ran == ALL
+
+
+def test_what_was_noticed_about_the_source_is_in_the_manifest(house):
+    shutil.rmtree(house.source)
+    shutil.copytree(CASES / "added_token_beyond_vocab", house.source)
+    for _ in range(2):
+        house.build("parallel.tensor=1", to="checkpoint")
+        found = manifest.read(house.view).data["notices"]
+        assert [line for line in found if "tokens beyond vocab_size" in line]
+
+
+def test_the_newest_verdict_counts(house, monkeypatch):
+    from lpxbuild.pipeline.stages import SmokeFailed
+
+    house.build()
+    stand_in = pipeline_stages.smoke
+
+    def failing(work, destination):
+        raise SmokeFailed("the smoke test failed: prompt 1", why="", next="", evidence={}, files={})
+
+    monkeypatch.setattr(pipeline_stages, "smoke", failing)
+    pipeline_stages.install(monkeypatch)
+    with pytest.raises(VerdictError):
+        house.build(force=True)
+    # The same digests again: the earlier success proves nothing any more.
+    with pytest.raises(VerdictError):
+        house.build()
+    assert manifest.read(house.view).state == "built, not proven"
+    monkeypatch.setattr(pipeline_stages, "smoke", stand_in)
+    pipeline_stages.install(monkeypatch)
+    assert house.build().state == "proven"
+
+
+NOT_RUN: dict[str, set[str]] = {
+    "source": {"families"},  # read by the check of a folder, not by the conversion of a GGUF
+    "engine": {"source"},  # read by the converter, not by the reader of checkpoints
+    "smoke": {"repository"},  # refuses a repository, changes nothing of one
+}
+
+
+def test_a_key_holds_the_code_of_every_room_that_its_stage_imports():
+    import re
+
+    import lpxbuild
+    from lpxbuild.pipeline.stages import STAGES
+
+    package = Path(lpxbuild.__file__).parent
+    for stage in STAGES:
+        imported = set()
+        for room in stage.rooms:
+            for file in (package / room).rglob("*.py"):
+                text = file.read_text()
+                imported |= set(re.findall(r"^\s*(?:from|import) lpxbuild\.(\w+)", text, re.MULTILINE))
+                imported |= set(re.findall(r"^\s*from lpxbuild import (\w+)", text, re.MULTILINE))
+                imported |= set(re.findall(r'shipped\("(\w+)"\)', text))
+        rooms = {name for name in imported if (package / name).is_dir() or name == "model_repo"}
+        assert rooms - set(stage.rooms) - NOT_RUN.get(stage.name, set()) == set(), stage.name
+
+
+def test_the_file_that_another_build_is_writing_is_left_alone(house, monkeypatch):
+    from lpxbuild.pipeline import placing
+
+    house.build()
+    temporary, file = placing._own_file(house.view / "recipe.lock")
+    with file:
+        house.build(force=True)
+        assert temporary.exists()
+    house.build(force=True)
+    assert not temporary.exists()
