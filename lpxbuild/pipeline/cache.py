@@ -210,8 +210,8 @@ class Cache:
 
     def ls(self) -> list[Entry]:
         """All artifacts, the most recently used first."""
-        entries = [self._entry(folder) for folder in self._folders()]
-        return sorted(entries, key=lambda entry: entry.age)
+        entries = (self._entry(folder) for folder in self._folders())
+        return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.age)
 
     def verify(self, *, output: Output) -> list[Verdict]:
         """Hash every file of every artifact.
@@ -298,6 +298,8 @@ class Cache:
             try:
                 folder.rename(aside)
                 remove_tree(aside)
+            except FileNotFoundError:
+                return True  # another prune was here first
             except OSError as error:
                 raise HostError(
                     f"{folder} cannot be removed", why=str(error), next="check who owns it, then prune again"
@@ -310,14 +312,19 @@ class Cache:
         folders = [folder for stage in STAGE_FOLDERS for folder in (self.root / stage).glob("*")]
         return sorted(f for f in folders if f.is_dir() and not f.name.startswith(TEMPORARY))
 
-    def _entry(self, folder: Path) -> Entry:
+    def _entry(self, folder: Path) -> Entry | None:
+        """None where another lpx removed it since it was listed."""
         stage, key = folder.parent.name, folder.name
         artifact = self.find(stage, key)
+        try:
+            used = folder.stat().st_mtime
+        except FileNotFoundError:
+            return None
         return Entry(
             stage=stage,
             key=key,
             size=artifact.size if artifact is not None else 0,
-            age=max(0.0, time.time() - folder.stat().st_mtime),
+            age=max(0.0, time.time() - used),
             made_at=artifact.made_at if artifact is not None else "",
             used_by=tuple(use for use in _read_uses(folder / USES) if _shows(Path(use), key)),
             complete=artifact is not None,
@@ -335,7 +342,7 @@ def _read_uses(path: Path) -> list[str]:
 def _shows(build: Path, key: str) -> bool:
     """Whether a build folder still shows the artifact (its manifest names the key)."""
     try:
-        return key in (build / "manifest.json").read_text(encoding="utf-8")
+        return key.encode() in (build / "manifest.json").read_bytes()
     except OSError:
         return False
 

@@ -158,7 +158,8 @@ class RememberedDigests:
             OSError: a file cannot be read.
         """
         place = self.store / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:32]}.json"
-        remembered = {} if fresh else _load(place)
+        stored = _load(place)
+        remembered = {} if fresh else stored
         found: dict[str, FileRecord] = {}
         to_hash: list[str] = []
         for name in names:
@@ -174,8 +175,10 @@ class RememberedDigests:
             before_reading()
         for name, record in zip(to_hash, record_files(folder / name for name in to_hash)):
             found[name] = record
-        if save and found != remembered:
-            self._save(place, folder, found)
+        # What another source in the same folder (several .gguf files) needs stays.
+        together = {**stored, **found}
+        if save and together != stored:
+            self._save(place, folder, together)
         return {name: record.sha256 for name, record in found.items()}
 
     def _save(self, place: Path, folder: Path, found: Mapping[str, FileRecord]) -> None:

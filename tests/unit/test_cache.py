@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -183,6 +184,30 @@ def test_prune_leaves_what_a_running_build_holds(tmp_path):
     assert keys(cache.prune(output=QUIET).removed) == "a"
 
 
+def test_an_artifact_that_another_prune_removed_is_no_error(tmp_path, monkeypatch):
+    cache = Cache(tmp_path)
+    for key in ("a" * 40, "b" * 40):
+        add(cache, "engine", key, {"a": b"1"})
+    listed = cache._folders()
+    entries = cache.ls()
+    for folder in listed:
+        shutil.rmtree(folder)
+    monkeypatch.setattr(cache, "_folders", lambda: listed)
+    assert cache.ls() == []
+    monkeypatch.setattr(cache, "ls", lambda: entries)
+    assert len(cache.prune(output=QUIET).removed) == 2
+
+
+def test_a_manifest_of_any_bytes_can_be_asked_for_its_artifacts(tmp_path):
+    cache = Cache(tmp_path / "cache")
+    artifact = add(cache, "engine", "a" * 40, {"a": b"1"})
+    build = tmp_path / "build"
+    build.mkdir()
+    cache.mark_used(artifact, build)
+    (build / "manifest.json").write_bytes(b"\xff" + artifact.key.encode())
+    assert cache.ls()[0].used_by == (str(build),)
+
+
 def test_a_build_folder_that_is_gone_uses_nothing(tmp_path):
     cache = Cache(tmp_path / "cache")
     artifact = add(cache, "engine", "a" * 40, {"c": b"1"})
@@ -216,6 +241,16 @@ def test_remembered_digests_are_taken_again_after_any_difference(tmp_path, monke
     next((tmp_path / "store").iterdir()).write_text("{")
     assert remembered.digests(folder, ["a"]) == first
     assert len(hashed) == 3
+
+
+def test_two_sources_in_one_folder_do_not_forget_each_other(tmp_path, monkeypatch):
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(name.encode())
+    time.sleep(0.06)
+    remembered = digest.RememberedDigests(tmp_path / "store")
+    known = {name: remembered.digests(tmp_path, [name]) for name in ("a.gguf", "b.gguf")}
+    monkeypatch.setattr(digest, "sha256_file", lambda path: pytest.fail(f"{path} was hashed"))
+    assert {name: remembered.digests(tmp_path, [name]) for name in ("a.gguf", "b.gguf")} == known
 
 
 def test_a_file_as_young_as_a_clock_tick_is_not_remembered(tmp_path):
