@@ -95,6 +95,7 @@ def serve(
 
     if not address.strip():
         raise UsageError("--address is empty", next="--address 127.0.0.1, or 0.0.0.0 for every network of this host")
+    _check_distinct({"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port})
     served = find(build)
     if stop:
         if not lifetime.stop(served.state, output=output):
@@ -133,6 +134,18 @@ def serve(
             ),
         )
     )
+
+
+def _check_distinct(ports: dict[str, int]) -> None:
+    """Two sockets that do not listen yet may share a port, so binding does not tell."""
+    for option, port in ports.items():
+        same = [other for other, its in ports.items() if its == port != 0]
+        if len(same) > 1:
+            raise UsageError(
+                f"{' and '.join(same)} are both {port}",
+                why="HTTP, gRPC and metrics each need a port of their own",
+                next=f"give another {option}; 0 takes a free one",
+            )
 
 
 def _say_state(served: Served, require_proven: bool, output: Output) -> None:

@@ -263,6 +263,13 @@ def test_an_empty_address_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)["what"]) == (2, "--address is empty")
 
 
+def test_one_port_for_two_services_is_refused(tmp_path: Path) -> None:
+    for ports in ("--http-port 9100 --grpc-port 9100", "--http-port 8002"):
+        done = shell(f"{LPX} serve . {ports} --json", tmp_path)
+        assert done.returncode == 2
+        assert "are both" in json.loads(done.stdout)["what"]
+
+
 # smoke ------------------------------------------------------------------------------------------------------------
 
 
