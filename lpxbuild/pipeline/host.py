@@ -93,8 +93,8 @@ def check_disk(folder: Path, needed: int, stage: str) -> None:
     free = free_bytes(folder)
     if free < needed + SPARE_DISK:
         raise HostError(
-            f"{stage}: about {mb(needed)} of disk needed, {mb(free)} free in {folder}",
-            why="a stage is only begun where its result has room",
+            f"{stage}: about {mb(needed + SPARE_DISK)} of disk needed, {mb(free)} free in {folder}",
+            why=f"a stage is only begun where its result has room ({mb(needed)}, and {mb(SPARE_DISK)} to spare)",
             next="lpx cache prune --dry-run shows what could go; or set LPX_CACHE to a folder on a larger disk",
         )
 

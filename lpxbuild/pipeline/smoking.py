@@ -9,6 +9,7 @@ from lpxbuild.errors import HostError, UsageError, VerdictError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import serving
 from lpxbuild.pipeline.manifest import Manifest
+from lpxbuild.pipeline.placing import write_atomically
 
 
 def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | None, output: Output) -> None:
@@ -52,7 +53,7 @@ def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | No
     if junit is not None:
         try:
             junit.parent.mkdir(parents=True, exist_ok=True)
-            junit.write_text(report.junit(), encoding="utf-8")
+            write_atomically(junit, report.junit())
         except OSError as error:
             raise HostError(f"--junit {junit} cannot be written: {error.strerror}", next="give another file") from error
     if not report.ok:

@@ -297,6 +297,24 @@ def test_wrong_addresses_and_report_files(tmp_path: Path, arguments: str, status
     assert words in done.stderr.decode()
 
 
+def test_a_report_that_finds_no_room_leaves_no_half(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text("<earlier/>")
+    done = shell(f"ulimit -f 0; {LPX} smoke 127.0.0.1:1 --junit report.xml", tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert b"--junit report.xml cannot be written" in done.stderr
+    assert report.read_text() == "<earlier/>"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.xml"]
+
+
+def test_disk_messages_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lpxbuild.pipeline import host
+
+    monkeypatch.setattr(host, "free_bytes", lambda _folder: 10_000_000)
+    with pytest.raises(HostError, match=r"about 16\.8 MB of disk needed, 10\.0 MB free"):
+        host.check_disk(tmp_path, 1000, "checkpoint")
+
+
 # signals ----------------------------------------------------------------------------------------------------------
 
 
