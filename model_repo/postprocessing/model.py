@@ -26,7 +26,14 @@ class TritonPythonModel:
         self._vocabulary = Vocabulary.load(folder / parameters["tokenizer_dir"]["string_value"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        return [self._answer(request) for request in requests]
+        responses = []
+        for request in requests:
+            try:
+                responses.append(self._answer(request))
+            except Exception as error:  # it concerns this request and not the others of the batch
+                failure = pb_utils.TritonError(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
+                responses.append(pb_utils.InferenceResponse(error=failure))
+        return responses
 
     def _answer(self, request: Any) -> Any:
         text = pb_utils.get_input_tensor_by_name(request, "OUTPUT_TEXT")

@@ -38,6 +38,10 @@ class TritonPythonModel:
                 failure = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
                 responses.append(pb_utils.InferenceResponse(error=failure))
                 continue
+            except Exception as error:  # whatever it is, it concerns this request and not the others of the batch
+                failure = pb_utils.TritonError(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
+                responses.append(pb_utils.InferenceResponse(error=failure))
+                continue
             tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items()]
             responses.append(pb_utils.InferenceResponse(tensors))
         return responses

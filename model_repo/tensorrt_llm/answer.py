@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -98,7 +99,11 @@ class Answer:
                 try:
                     row.identity = self._engine.add(message, lambda m, row=row: self._receive(row, m))
                 except EngineError as error:
+                    self._cancel_rows()
                     self._fail(str(error), pb_utils.TritonError.UNAVAILABLE)
+                except Exception as error:
+                    self._cancel_rows()
+                    self._fail(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
 
     def poll_cancelled(self) -> None:
         """Pass Triton's cancellation on to the engine, once."""
@@ -185,22 +190,25 @@ class Answer:
             self._sender.send(response)
 
     def _close(self, response: Any | None) -> None:
-        self.finished = True
-        if response is None and self._decoupled:
-            self._sender.send(flags=FINAL)
-        elif self._cancelled and not self._decoupled:
+        if self._cancelled and not self._decoupled:
             error = pb_utils.TritonError("the request was cancelled", pb_utils.TritonError.CANCELLED)
-            self._sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
-        else:
-            self._sender.send(response, flags=FINAL)
-        self._on_finished(self)
+            response = pb_utils.InferenceResponse(error=error)
+        self._send_last(response)
 
     def _fail(self, text: str, code: Any) -> None:
-        if self.finished:
-            return
+        if not self.finished:
+            self._send_last(pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code)))
+
+    def _send_last(self, response: Any | None) -> None:
         self.finished = True
         try:
-            self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code)), flags=FINAL)
+            if response is None:
+                self._sender.send(flags=FINAL)
+            else:
+                self._sender.send(response, flags=FINAL)
+        except Exception as error:
+            # Nobody is left to tell, and whoever called serves the other requests too.
+            sys.stderr.write(f"tensorrt_llm: an answer could not be sent: {error}\n")
         finally:
             self._on_finished(self)
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,7 +135,7 @@ class EngineClient:
             reason += f", exit code {code}"
         text = f"the engine host {reason}; its log is {self.directory / protocol.LOG_NAME}"
         for identity, handler in orphans.items():
-            handler({"op": "end", "id": identity, "reason": "error", "message": text, "last": True})
+            _hand_over(handler, {"op": "end", "id": identity, "reason": "error", "message": text, "last": True})
 
     def _dispatch(self, message: protocol.Message) -> None:
         identity = message.get("id")
@@ -143,7 +144,7 @@ class EngineClient:
         with self._lock:
             handler = self._handlers.pop(identity, None) if message.get("last") else self._handlers.get(identity)
         if handler is not None:
-            handler(message)
+            _hand_over(handler, message)
 
     def _connect_or_start(self) -> socket.socket:
         try:
@@ -153,6 +154,12 @@ class EngineClient:
             raise EngineError(str(error)) from error
         except OSError:
             pass
+        try:
+            return self._start_and_connect()
+        except OSError as error:
+            raise EngineError(f"the engine host cannot be started in {self.directory}: {error}") from error
+
+    def _start_and_connect(self) -> socket.socket:
         with protocol.FileLock(self.directory / protocol.START_LOCK):
             self._process = None
             while True:
@@ -188,3 +195,11 @@ class EngineClient:
         except OSError:
             return f"no log at {path}"
         return f"{' '.join(lines[-1:])} (log: {path})"
+
+
+def _hand_over(handler: Handler, message: protocol.Message) -> None:
+    """One request's trouble ends nobody else's: this thread is the only one that reads."""
+    try:
+        handler(message)
+    except Exception:
+        traceback.print_exc()

@@ -232,7 +232,7 @@ class EngineHost:
             for index in range(count):
                 self.executor.add((client, identity, index), request.sequence(index) if count > 1 else request)
                 opened.sequences.add(index)
-        except RequestError as error:
+        except (RequestError, TypeError, ValueError, OverflowError) as error:
             for index in opened.sequences:
                 self.executor.cancel((client, identity, index))
             del client.requests[identity]

@@ -74,7 +74,7 @@ class FrameDecoder:
                 break
             try:
                 body = json.loads(bytes(self._buffer[4 : 4 + size]))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"frame is not JSON: {error}") from error
             del self._buffer[: 4 + size]
             batch = body if isinstance(body, list) else [body]
@@ -108,11 +108,14 @@ def private_directory(path: Path) -> Path:
         # A shared parent such as /tmp is not ours to restrict; the folder itself always is.
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ProtocolError(f"{path} is not a folder of this user; remove it or set {DIRECTORY_VARIABLE}")
-    if found.st_mode & 0o077:
-        path.chmod(0o700)
+    # The default's parent has a name that anybody can guess: who made it first could exchange what lies in it.
+    ours = (path.parent, path) if path.parent.name == f"lpx-{os.getuid()}" else (path,)
+    for folder in ours:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ProtocolError(f"{folder} is not a folder of this user; remove it or set {DIRECTORY_VARIABLE}")
+        if found.st_mode & 0o077:
+            folder.chmod(0o700)
     return path
 
 

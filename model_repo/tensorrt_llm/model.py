@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,11 @@ class TritonPythonModel:
             with self._lock:
                 answers = list(self._answers)
             for answer in answers:
-                answer.poll_cancelled()
+                try:
+                    answer.poll_cancelled()
+                except Exception:  # without this thread no cancellation would ever arrive again
+                    traceback.print_exc()
+                    self._forget(answer)
             self._closing.wait(CANCEL_POLL_SECONDS)
 
     def finalize(self) -> None:

@@ -110,8 +110,8 @@ class TritonPythonModel:
     def _unary(self, request: Any) -> Any:
         try:
             return next(self._answers(request, request.request_id()), pb_utils.InferenceResponse([]))
-        except BlsError as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+        except Exception as error:
+            return pb_utils.InferenceResponse(error=_triton_error(error))
 
     def _stream(self, request: Any) -> None:
         sender = request.get_response_sender()
@@ -121,9 +121,9 @@ class TritonPythonModel:
         try:
             for response in self._answers(request, identity):
                 watcher.send(response)
-        except BlsError as error:
-            failure = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
-            watcher.send(pb_utils.InferenceResponse(error=failure))
+        except Exception as error:
+            # Also of Triton itself (a step's model is not loaded): a stream that just ends would look like an answer.
+            watcher.send(pb_utils.InferenceResponse(error=_triton_error(error)))
         finally:
             watcher.finish()
 
@@ -174,6 +174,12 @@ class TritonPythonModel:
             if response.has_error():
                 raise BlsError(response.error().message())
             yield {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+def _triton_error(error: Exception) -> Any:
+    if isinstance(error, BlsError):
+        return pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+    return pb_utils.TritonError(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
 
 
 def _two_dimensions(value: np.ndarray) -> np.ndarray:

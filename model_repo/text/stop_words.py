@@ -16,7 +16,6 @@ class StopWords:
         self.words = tuple(word for word in words if word)
         self.found: str | None = None
         self._held = ""
-        self._prefixes = {word[:n] for word in self.words for n in range(1, len(word))}
         self._longest = max((len(word) for word in self.words), default=0)
 
     def feed(self, text: str) -> str:
@@ -34,12 +33,17 @@ class StopWords:
                 return whole[: end - len(self.found)]
         kept = 0
         for size in range(min(self._longest - 1, len(whole)), 0, -1):
-            if whole[-size:] in self._prefixes:
+            if self._begins(whole[-size:]):
                 kept = size
                 break
         split = len(whole) - kept
         self._held = whole[split:]
         return whole[:split]
+
+    def _begins(self, text: str) -> bool:
+        """Whether a word begins so and is longer. Compared, not looked up: all beginnings of a word of n letters
+        take n² / 2 letters of memory."""
+        return any(len(word) > len(text) and word.startswith(text) for word in self.words)
 
     def flush(self) -> str:
         """The generation ended: what was held back is text after all."""

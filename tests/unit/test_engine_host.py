@@ -97,7 +97,18 @@ def test_frames_survive_any_cut():
     assert found == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00{]", b"\x01\x00\x00\x003"])
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x02\x00\x00\x00{]",
+        b"\x01\x00\x00\x003",
+        pytest.param(len(DEEP).to_bytes(4, "little") + DEEP, id="deep"),
+    ],
+)
 def test_broken_frames_are_refused(data):
     with pytest.raises(protocol.ProtocolError):
         protocol.FrameDecoder().feed(data)
@@ -108,6 +119,29 @@ def test_folder_is_private_and_long_paths_work(tmp_path):
     assert folder.stat().st_mode & 0o777 == 0o700
     with protocol.listen(folder), protocol.connect(folder):
         pass
+
+
+def test_the_folder_in_the_shared_temporary_one_is_ours(tmp_path, monkeypatch):
+    monkeypatch.delenv(protocol.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.setattr(protocol.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = protocol.socket_directory(tmp_path / "engine")
+    folder.parent.mkdir()
+    folder.parent.chmod(0o777)  # its owner could put a socket of his own in place of ours
+    assert protocol.private_directory(folder) == folder
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.parent.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.parent.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(protocol.ProtocolError, match="not a folder of this user"):
+        protocol.private_directory(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_an_engine_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(protocol.DIRECTORY_VARIABLE, str(tmp_path / "file" / "socket"))
+    with pytest.raises(EngineError, match="cannot be started in"):
+        EngineClient(tmp_path / "engine").open()
 
 
 def test_a_lock_whose_file_was_deleted_is_not_held(tmp_path):
@@ -293,10 +327,11 @@ def test_a_client_that_hangs_up_leaves_nothing(replay):
 
 def test_refused_request_leaves_the_others_alone(replay):
     peer = Peer(replay[0])
-    peer.send([add(1, input_ids=[5] * 65), add(2)])
+    peer.send([add(1, input_ids=[5] * 65), add(2), add(3, end_ids=["x"]), add(4, max_tokens=float("inf"))])
     ids, end = peer.until_end(1)
     assert (ids, end["reason"]) == ([], "error")
     assert end["message"] == "prompt has 65 tokens, max_input_len is 64"
+    assert [peer.until_end(n)[1]["reason"] for n in (3, 4)] == ["error", "error"]
     assert peer.until_end(2)[0] == [40, 41]
 
 

@@ -120,3 +120,15 @@ def test_ids_come_out_with_their_last_character():
     ids = tokenizer.encode("🙂a", add_special_tokens=False).ids
     _, _, parts = stream("stream_bytes", ids, [])
     assert [(p.text, len(p.ids)) for p in parts if p] == [("🙂", len(ids) - 1), ("a", 1)]
+
+
+def test_a_long_word_takes_memory_of_its_length():
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        stop = StopWords(["ab" * 10_000])
+        assert stop.feed("cab" + "ab" * 100) == "c"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -325,6 +325,44 @@ def test_a_dead_engine_is_an_error_never_silence(models):
     assert text(ask(models[True], tensors(exclude_input_in_output=True)))
 
 
+def gone(*_arguments, **_options):
+    raise RuntimeError("the response factory is gone")
+
+
+def until_forgotten(model):
+    deadline = time.monotonic() + 5
+    while model._answers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not model._answers
+
+
+def test_an_answer_that_cannot_be_sent_ends_nobody_elses(models, monkeypatch):
+    model = models[True]
+    whole = text(ask(model, tensors(exclude_input_in_output=True)))
+    broken = [begin(model, tensors(streaming=True)) for _ in range(2)]
+    broken[0].send = gone
+    monkeypatch.setattr(broken[1], "is_cancelled", gone)
+    assert text(ask(model, tensors(exclude_input_in_output=True))) == whole
+    broken[1].final.wait(10)
+    until_forgotten(model)
+    other = begin(model, tensors(max_tokens=90, streaming=True))
+    other.cancelled = True
+    finish(other)
+    until_forgotten(model)
+
+
+def test_a_request_that_cannot_be_handed_over_is_answered_once(models, monkeypatch):
+    def full(_message, _handler):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(models[True]._engine, "add", full)
+    sender = begin(models[True], tensors())
+    time.sleep(0.1)  # the watcher of cancellations looks every 20 ms
+    (response,) = finish(sender)
+    assert "No space left" in response.error().message()
+    until_forgotten(models[True])
+
+
 # --- preprocessing and postprocessing ---------------------------------------------------------------------------------
 
 
@@ -437,3 +475,43 @@ def test_contents_name_every_module_that_a_model_imports():
                 parts = line.split()
                 if parts[:1] in (["from"], ["import"]) and parts[1] in by_module:
                     assert by_module[parts[1]] in files, f"{model}: {name} imports {parts[1]}"
+
+
+def test_one_request_ends_with_an_error_and_the_others_of_its_batch_do_not(repository, monkeypatch):
+    model = start("preprocessing", repository, model_config())
+    encode = model._tokenizer.encode
+
+    def failing(text, **options):
+        if text == "boom":
+            raise RuntimeError("tokenizer failed")
+        return encode(text, **options)
+
+    monkeypatch.setattr(model._tokenizer, "encode", failing)
+    requests = [pb.InferenceRequest([pb.Tensor(n, v) for n, v in query(t).items()]) for t in ("the", "boom", "word")]
+    good, bad, last = model.execute(requests)
+    assert not good.has_error()
+    assert not last.has_error()
+    assert "tokenizer failed" in bad.error().message()
+    model = start("postprocessing", repository, model_config())
+    ids, lengths = pb.Tensor("TOKENS_BATCH", np.ones((1, 1, 1), np.int32)), np.ones((1, 1), np.int32)
+    requests = [pb.InferenceRequest([ids]), pb.InferenceRequest([ids, pb.Tensor("SEQUENCE_LENGTH", lengths)])]
+    assert [response.has_error() for response in model.execute(requests)] == [True, False]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_bls_stream_whose_step_cannot_be_called_ends_with_an_error(monkeypatch, decoupled):
+    class Call:
+        def __init__(self, **_options):
+            pass
+
+        def exec(self, **_options):
+            raise pb.TritonModelException("model 'preprocessing' is not ready")
+
+    request = pb.InferenceRequest([pb.Tensor("text_input", np.array([[b"a"]], dtype=object))])
+    module = load_model("tensorrt_llm_bls")
+    model = module.TritonPythonModel()
+    model.initialize({"model_config": json.dumps(model_config(decoupled=decoupled))})
+    monkeypatch.setattr(pb, "InferenceRequest", Call)
+    answer = model.execute([request])
+    (response,) = finish(request.sender) if decoupled else answer
+    assert "is not ready" in response.error().message()
