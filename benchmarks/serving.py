@@ -2,7 +2,7 @@
 
 SmolLM2-135M, precision fast, prompts of about 32 tokens that share no beginning, 64 new tokens each. One stream:
 extra time to first token in ms, and the ratio of tokens/s; eight streams: the ratio of tokens/s over all. Rounds
-alternate in one process against one running server; median, quartiles, n.
+alternate in one process against one running server; median, quartiles, n. Exit status 1 where a bound is missed.
 """
 
 from __future__ import annotations
@@ -125,12 +125,21 @@ def together(streams: list[Stream], texts: list[str]) -> float:
     return sum(counts) / (time.perf_counter() - begin)
 
 
-def show(name: str, values: list[float], unit: str) -> None:
+def show(
+    name: str, values: list[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
+) -> bool:
+    """Print one figure; whether its median is within the bound."""
     low, middle, high = statistics.quantiles(values, n=4)
-    print(f"{name}: median {middle:.2f}{unit}  quartiles {low:.2f}-{high:.2f}  n={len(values)}")
+    held = (at_least is None or middle >= at_least) and (at_most is None or middle <= at_most)
+    bound = f">= {at_least}" if at_least is not None else f"<= {at_most}"
+    print(
+        f"{name}: median {middle:.2f}{unit}  quartiles {low:.2f}-{high:.2f}  n={len(values)}  "
+        f"(bound {bound}{unit}: {'held' if held else 'MISSED'})"
+    )
+    return held
 
 
-def main() -> None:
+def main() -> int:
     generator = random.Random(1)
     recipe_path = find("smollm2-135m-int8-tp3")
     with tempfile.TemporaryDirectory() as work:
@@ -146,16 +155,22 @@ def main() -> None:
             for stream in (alone, *ensemble):
                 stream(prompt(generator))
             first, single, eight = [], [], []
-            for _ in range(ROUNDS):
-                served, bare = ensemble[0](prompt(generator)), alone(prompt(generator))
-                first.append((served[0] - bare[0]) * 1000)
-                single.append(bare[1] / served[1])
-                texts = [prompt(generator) for _ in range(16)]
-                eight.append(together(ensemble, texts[:8]) / together([alone] * 8, texts[8:]))
-    show("one stream, time to first token, ensemble - engine", first, " ms")
-    show("one stream, tokens/s, ensemble / engine", single, "x")
-    show("eight streams, tokens/s, ensemble / engine", eight, "x")
+            for number in range(ROUNDS):
+                order = (ensemble[0], alone) if number % 2 else (alone, ensemble[0])
+                times = {stream: stream(prompt(generator)) for stream in order}
+                first.append((times[ensemble[0]][0] - times[alone][0]) * 1000)
+                single.append(times[alone][1] / times[ensemble[0]][1])
+                groups = (ensemble, [alone] * 8) if number % 2 else ([alone] * 8, ensemble)
+                rates = [together(group, [prompt(generator) for _ in range(8)]) for group in groups]
+                served, bare = rates if groups[0] is ensemble else reversed(rates)
+                eight.append(served / bare)
+    held = [
+        show("one stream, time to first token, ensemble - engine", first, " ms", at_most=5.0),
+        show("one stream, tokens/s, ensemble / engine", single, "x", at_least=0.9),
+        show("eight streams, tokens/s, ensemble / engine", eight, "x", at_least=0.8),
+    ]
+    return int(not all(held))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

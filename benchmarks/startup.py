@@ -1,6 +1,6 @@
 """`lpx --help` against a bare Typer app with the same commands, options and help mode (made here).
 
-Alternating whole processes; prints the pairwise ratio: median, quartiles, n.
+Alternating whole processes; prints the pairwise ratio: median, quartiles, n. Exit status 1 where the bound is missed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import typer
 from lpxbuild.cli import app
 
 ROUNDS = 25
+BOUND = 1.3
 
 
 def bare_app() -> str:
     """Source of a Typer app with lpx's commands and options and empty bodies."""
-    made = "typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)"
+    made = (
+        "typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, "
+        "context_settings={'help_option_names': ['-h', '--help']})"
+    )
     lines = ["import typer", "from typing import Annotated, Optional", "", f"app = {made}"]
 
     def function(command: typer.models.CommandInfo, owner: str) -> None:
@@ -60,7 +64,7 @@ def seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         bare = Path(folder) / "bare.py"
         bare.write_text(bare_app())
@@ -72,8 +76,13 @@ def main() -> None:
             times = {id(command): seconds(command) for command in pair}
             ratios.append(times[id(ours)] / times[id(floor)])
     low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"lpx --help / bare Typer app: median {middle:.2f}x  quartiles {low:.2f}-{high:.2f}  n={len(ratios)}")
+    verdict = "held" if middle <= BOUND else "MISSED"
+    print(
+        f"lpx --help / bare Typer app: median {middle:.2f}x  quartiles {low:.2f}-{high:.2f}  n={len(ratios)}  "
+        f"(bound {BOUND}x: {verdict})"
+    )
+    return int(middle > BOUND)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
