@@ -133,3 +133,35 @@ class Artifact:
         """The record after lpx itself made links of the files (see `digest.with_current_times`)."""
         files = with_current_times(self.path, self.files)
         return self if files == self.files else replace(self, files=files)
+
+
+@dataclass(frozen=True)
+class ShownArtifact(Artifact):
+    """An artifact that only a build folder holds any more: its files lie in `folder` itself, it has no record there."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder
+
+    @classmethod
+    def described(cls, described: Mapping[str, Any], folder: Path, files: Mapping[str, FileRecord]) -> ShownArtifact:
+        """From what a manifest says of the stage (`Artifact.describe`) and the files as they lie there.
+
+        Raises:
+            KeyError, TypeError, ValueError: the manifest does not say it, or of other files.
+        """
+        made = cls(
+            stage=described["stage"],
+            key=described["key"],
+            folder=folder,
+            inputs=dict(described["inputs"]),
+            files=dict(files),
+            report=dict(described["report"]),
+            notices=tuple(described["notices"]),
+            versions=dict(described["versions"]),
+            seconds=float(described["seconds"]),
+            made_at=described["made_at"],
+        )
+        if made.digest != described["digest"]:
+            raise ValueError(f"{folder} holds other files than the stage made")
+        return made

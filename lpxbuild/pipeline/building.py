@@ -320,8 +320,13 @@ class _Build:
             wanted = self.components(stage)
             if old.stages.get(stage.name, {}).get("key") != key_of(stage.name, wanted):
                 return
-            artifact = self.maker.cached(stage, wanted)
+            artifact = self.maker.cached(stage, wanted) or self.workspace.shown(old, stage.name, full=self.paranoid)
             if artifact is None:
+                if stage.name == "smoke":
+                    self.output.notice(
+                        f"the cache does not have the smoke test of {self.workspace.root} any more: "
+                        "lpx build without --to runs it again"
+                    )
                 return
             self.artifacts[stage.name] = artifact
 

@@ -17,7 +17,7 @@ from typing import Any
 from lpxbuild.errors import HostError, UsageError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import manifest as manifests
-from lpxbuild.pipeline.artifact import Artifact
+from lpxbuild.pipeline.artifact import Artifact, ShownArtifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import FileRecord, record_file, sha256_file, tree, with_current_times
 from lpxbuild.pipeline.host import check_disk
@@ -53,6 +53,26 @@ class Workspace:
         try:
             return manifests.read(self.root)
         except UsageError:
+            return None
+
+    def shown(self, manifest: Manifest, stage: str, *, full: bool) -> Artifact | None:
+        """A stage as this folder shows it, if its files are those that the manifest records; None otherwise.
+
+        Args:
+            full: hash every file, whatever its times say.
+        """
+        folder, records = self.root / stage, manifest.view(stage)
+        if stage not in SHOWN or not records or not folder.is_dir() or sorted(records) != tree(folder):
+            return None
+        found: Records = {}
+        for name, record in records.items():
+            record_now = self._ours(stage, name, None, record, full=full)
+            if record_now is None or record_now.sha256 != record.sha256:
+                return None
+            found[name] = record_now
+        try:
+            return ShownArtifact.described(manifest.stages[stage], folder, found)
+        except (KeyError, TypeError, ValueError):
             return None
 
     @contextlib.contextmanager
@@ -94,11 +114,15 @@ class Workspace:
             for stage in SHOWN:
                 known = old.view(stage) if old is not None else {}
                 shown = self._show(stage, artifacts.get(stage), known, full=full)
+                if stage not in artifacts:
+                    self._retire(stage, old)
                 if shown is not None:
                     view[stage] = shown
             view[TEXTS] = self._write_texts(texts, old.view(TEXTS) if old is not None else {})
             # Making links moved the ctime of files that cache, other artifacts and this view share.
             for artifact in artifacts.values():
+                if isinstance(artifact, ShownArtifact):
+                    continue
                 fresh = artifact.with_current_times()
                 if fresh is not artifact:
                     fresh.save()
@@ -134,8 +158,6 @@ class Workspace:
             else:
                 found[name] = record
         if artifact is None:
-            if folder.exists():
-                remove_tree(folder)
             return None
         lost = sorted(set(known) & set(artifact.files) - set(present))
         if lost:
@@ -193,6 +215,22 @@ class Workspace:
         folder = self.root / stage
         return {name: FileRecord.of(record.sha256, (folder / name).lstat()) for name, record in artifact.files.items()}
 
+    def _retire(self, stage: str, old: Manifest | None) -> None:
+        """Take a stage out of the view; where nothing else has it, it is moved aside."""
+        folder = self.root / stage
+        if not folder.exists():
+            return
+        key = str(old.stages.get(stage, {}).get("key", "")) if old is not None else ""
+        in_cache = bool(key) and self.cache.find(stage, key) is not None
+        if in_cache or not tree(folder):
+            remove_tree(folder)
+            if in_cache:
+                self.output.notice(f"{folder} belongs to an earlier build: it is shown no more, the cache keeps it")
+            return
+        target = self._aside(stage)
+        folder.rename(target)
+        self.output.notice(f"{folder} belongs to an earlier build that the cache does not have: moved to {target}")
+
     def _write_texts(self, texts: Mapping[str, str], known: Records) -> Records:
         records: Records = {}
         for name in sorted(texts.keys() | known.keys()):
@@ -215,11 +253,16 @@ class Workspace:
         return records
 
     def _keep_aside(self, path: Path, name: str, reason: str) -> None:
+        target = self._aside(name)
+        path.rename(target)
+        self.output.notice(f"{path} {reason}: it is not used and was moved to {target}; what lpx built is put back")
+
+    def _aside(self, name: str) -> Path:
+        """A free name below `kept/`."""
         target = self.root / KEPT / name
         number = 1
         while target.exists() or target.is_symlink():
             target = self.root / KEPT / f"{name}.{number}"
             number += 1
         target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
-        self.output.notice(f"{path} {reason}: it is not used and was moved to {target}; what lpx built is put back")
+        return target

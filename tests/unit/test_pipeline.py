@@ -707,3 +707,52 @@ def test_the_file_that_another_build_is_writing_is_left_alone(house, monkeypatch
         assert temporary.exists()
     house.build(force=True)
     assert not temporary.exists()
+
+
+# a shorter build beside an earlier full one ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["pruned", "another cache"])
+def test_a_good_engine_survives_a_shorter_build_that_its_cache_lacks(house, how):
+    house.build()
+    before = house.contents()
+    if how == "pruned":
+        Cache(house.cache).prune(include_used=True, output=Output.quiet())
+    else:
+        house.cache = house.folder / "second"
+    result = house.build(to="checkpoint")
+    assert house.ran == ["checkpoint"]
+    assert house.contents() == before
+    assert result.state == "built to repository"
+    assert "smoke" in house.said()  # the proof lay in the cache: said, not taken over from the manifest
+    assert house.build(to="checkpoint").state == "built to repository"
+    assert house.ran == []
+    assert not (house.view / "kept").exists()
+    assert house.build().state == "proven"
+
+
+def test_an_engine_that_no_longer_fits_is_kept_aside_when_only_the_build_has_it(house):
+    house.build()
+    engine = (house.view / "engine" / "openvino_model.bin").read_bytes()
+    Cache(house.cache).prune(include_used=True, output=Output.quiet())
+    assert house.build("parallel.tensor=1", to="checkpoint").state == "built to checkpoint"
+    assert (house.view / "kept" / "engine" / "openvino_model.bin").read_bytes() == engine
+    assert not (house.view / "engine").exists()
+    assert f"{house.view / 'engine'} belongs to an earlier build" in house.said()
+
+
+def test_an_engine_that_no_longer_fits_goes_when_the_cache_has_it(house):
+    house.build()
+    house.build("parallel.tensor=1", to="checkpoint")
+    assert not (house.view / "engine").exists()
+    assert not (house.view / "kept").exists()
+    assert "engine" in house.said()
+
+
+def test_a_changed_engine_is_no_earlier_good_one(house):
+    house.build()
+    flip_byte(house.view / "engine" / "openvino_model.bin")
+    Cache(house.cache).prune(include_used=True, output=Output.quiet())
+    assert house.build(to="checkpoint").state == "built to checkpoint"
+    assert (house.view / "kept" / "engine" / "openvino_model.bin").exists()
+    assert not (house.view / "repository").exists()
