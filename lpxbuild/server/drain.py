@@ -23,11 +23,14 @@ REQUESTS_FINISHED = "All models are stopped, unloading models"
 _REPORT = re.compile(r"Timeout \d+: Found \d+ model versions that have in-flight inferences")
 _UNLOADED = re.compile(r"successfully unloaded '(?P<model>[^']+)'")
 _IN_FLIGHT = re.compile(r"Model '(?P<model>[^']+)' \(version \d+\) has \d+ in-flight inferences")
-# Unloading takes Triton about a second for each Python instance of a model.
-UNLOAD_SECONDS = 4.0
-UNLOAD_SECONDS_PER_INSTANCE = 1.5
-# From the last model's unloading to the end of the process: it looks once a second.
-EXIT_SECONDS = 1.5
+# Unloading takes Triton about a second for each Python instance of a model; much longer on a host without a free core.
+UNLOAD_SECONDS = 10.0
+UNLOAD_SECONDS_PER_INSTANCE = 3.0
+# From the last model's unloading to the end of the process: Triton looks once a second, then takes itself apart.
+EXIT_SECONDS = 10.0
+# The same two where a model was loaded again after a death: that unloading comes to no end.
+REPAIRED_UNLOAD_SECONDS = 4.0
+REPAIRED_EXIT_SECONDS = 1.5
 
 
 def forsaken(log: str, ensembles: set[str]) -> bool:
@@ -49,6 +52,7 @@ def drain(
     *,
     bound: float,
     unload: float,
+    exit: float,
     models: set[str],
     ensembles: set[str],
     engine_idle: Callable[[], bool],
@@ -57,7 +61,8 @@ def drain(
 
     Args:
         bound: longest wait, in seconds.
-        unload: longest wait after the last running request has finished.
+        unload: longest wait for the models' unloading after the last running request has finished.
+        exit: longest wait for the end of the process after that.
         models: names of the models that have processes.
         ensembles: names of the ensembles.
         engine_idle: whether the engine has no running request.
@@ -67,7 +72,7 @@ def drain(
     """
     position = logs.size(log_path)
     process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + bound
+    deadline = last = time.monotonic() + bound
     stage = "requests"
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,10 +80,10 @@ def drain(
         log = logs.read_from(log_path, position)
         if stage == "requests" and REQUESTS_FINISHED in log:
             stage = "unloading"
-            deadline = min(deadline, time.monotonic() + unload)
+            deadline = min(last, time.monotonic() + unload)
         elif stage == "requests" and forsaken(log, ensembles) and engine_idle():
             return True
         elif stage == "unloading" and models <= {match["model"] for match in _UNLOADED.finditer(log)}:
             stage = "end"
-            deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
+            deadline = min(last, time.monotonic() + exit)
     return stage != "requests" or process.returncode == 0

@@ -169,14 +169,16 @@ class RunningServer:
 
     def _drain(self, process: subprocess.Popen[bytes]) -> None:
         instances = sum(model.instances for model in self.models.values())
-        unload = drain.UNLOAD_SECONDS
+        unload, end = drain.REPAIRED_UNLOAD_SECONDS, drain.REPAIRED_EXIT_SECONDS
         if not self.repairs:
-            unload += instances * drain.UNLOAD_SECONDS_PER_INSTANCE
+            unload = drain.UNLOAD_SECONDS + instances * drain.UNLOAD_SECONDS_PER_INSTANCE
+            end = drain.EXIT_SECONDS
         finished = drain.drain(
             process,
             self.log_path,
             bound=self.drain_seconds + guard.DRAIN_MARGIN,
             unload=unload,
+            exit=end,
             models={model.name for model in self.models.values() if not model.steps},
             ensembles={model.name for model in self.models.values() if model.steps},
             engine_idle=self._engine_idle,

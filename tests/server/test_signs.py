@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import tiny_model
 
 from lpxbuild.errors import SourceError
-from lpxbuild.server import checks, logs
+from lpxbuild.server import checks, drain, logs
 from lpxbuild.server.drain import forsaken
 from lpxbuild.server.probes import Traffic
 
@@ -29,6 +32,36 @@ def test_ensemble_alone_in_flight_is_forsaken():
     assert not forsaken(report(29, "ensemble") + report(28, "ensemble", "tensorrt_llm") + report(27), ensembles)
     assert not forsaken(report(29, "tensorrt_llm") + report(28, "tensorrt_llm") + report(27), ensembles)
     assert not forsaken("", ensembles)
+
+
+# Writes what Triton writes while it stops, and ends seconds after its last model, as on a host without a free core.
+SLOW_TO_END = """
+import signal, sys, time
+
+def stop(*_):
+    print("All models are stopped, unloading models", flush=True)
+    print("successfully unloaded 'a' version 1", flush=True)
+    time.sleep(float(sys.argv[1]))
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("exit", "status"), [(drain.EXIT_SECONDS, 0), (drain.REPAIRED_EXIT_SECONDS, None)])
+def test_end_of_a_slow_server_is_waited_for(tmp_path, exit, status):
+    log = tmp_path / "triton.log"
+    with log.open("wb") as file, subprocess.Popen([sys.executable, "-c", SLOW_TO_END, "3"], stdout=file) as process:
+        try:
+            while not log.read_text():
+                pass
+            arguments = {"bound": 35, "unload": 5, "exit": exit, "models": {"a"}, "ensembles": set()}
+            assert drain.drain(process, log, **arguments, engine_idle=lambda: True)
+            assert process.returncode == status
+        finally:
+            process.kill()
 
 
 def test_traffic_is_what_others_got():
