@@ -14,6 +14,7 @@ from typing import Any
 from lpxbuild.server.triton_http import TritonHttp, TritonHttpError
 
 ENSEMBLE = "ensemble"
+BLS = "tensorrt_llm_bls"
 Fields = Mapping[str, Any]
 
 
@@ -190,11 +191,9 @@ class TritonClient:
         with self.stream(name, rows, request_id=request_id) as stream:
             return [response for response in stream if response.outputs]
 
-    def text(self, fields: Fields, *, request_id: str = "") -> str:
-        """The ensemble's whole text for one prompt over gRPC."""
-        return "".join(
-            text for response in self.responses(ENSEMBLE, [fields], request_id=request_id) for text in response.texts()
-        )
+    def text(self, fields: Fields, *, model: str = ENSEMBLE) -> str:
+        """The whole text for one prompt over gRPC."""
+        return "".join(text for response in self.responses(model, [fields]) for text in response.texts())
 
     def text_over_http(self, fields: Fields) -> str:
         """The same over HTTP: `infer` of tritonclient, or `generate` where the ensemble is decoupled."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from lpxbuild.smoke.client import ENSEMBLE, RequestFailed
+from lpxbuild.smoke.client import BLS, ENSEMBLE, RequestFailed
 from lpxbuild.smoke.registry import (
     ANSWER_TOKENS,
     OTHER_PROMPTS,
@@ -124,6 +124,32 @@ def one_token(subject: Subject) -> str:
     text = responses[0].texts()[0] if responses[0].texts() else ""
     require(whole.startswith(text), f"one token gives {text!r}, more give {whole!r}")
     return f"{text!r}"
+
+
+@check("bls equals ensemble")
+def bls_equals_ensemble(subject: Subject) -> str:
+    """tensorrt_llm_bls, where it is served, answers like the ensemble, whole and in a stream."""
+    try:
+        subject.client.model(BLS)
+    except RequestFailed as error:
+        if "unknown model" in str(error).lower():
+            raise Skipped(f"the server has no model {BLS}") from error
+        raise
+    whole = subject.single(PROMPT, ANSWER_TOKENS)
+    found = subject.client.text(subject.greedy(PROMPT, ANSWER_TOKENS), model=BLS)
+    require(found == whole, f"{BLS} answers {found!r}, the ensemble {whole!r}")
+    if not subject.streaming:
+        return "the same text"
+    fields = subject.greedy(PROMPT, ANSWER_TOKENS, stream=True)
+    with subject.client.stream(BLS, [fields]) as stream:
+        pieces = [text for response in stream for text in response.texts()]
+    require(
+        # With accumulate_tokens each response has the whole text so far.
+        "".join(pieces) == whole or pieces[-1:] == [whole],
+        f"the stream of {BLS} is {pieces}, the unary answer {whole!r}",
+    )
+    require(len(pieces) > 1, f"the whole answer came in one piece: {pieces}")
+    return f"the same text, whole and in {len(pieces)} pieces"
 
 
 @check("concurrent requests")

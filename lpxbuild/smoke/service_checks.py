@@ -9,6 +9,8 @@ from typing import Any
 from lpxbuild.smoke.client import ENSEMBLE, RequestFailed
 from lpxbuild.smoke.registry import PROMPT, CheckFailed, Skipped, Subject, check, require
 
+# A server that is alive says so at once; whoever says nothing for so long is no Triton, or a hanging one.
+LIVENESS_SECONDS = 10.0
 # Errors that say "your request is wrong"; an error inside a gRPC stream carries no status at all.
 CLEAN = ("INVALID_ARGUMENT", "400", "")
 
@@ -19,7 +21,7 @@ def liveness(subject: Subject) -> str:
     from tritonclient import http
     from tritonclient.utils import InferenceServerException
 
-    idle = subject.client.idle
+    idle = min(subject.client.idle, LIVENESS_SECONDS)
     over_http = http.InferenceServerClient(subject.client.http_url, connection_timeout=idle, network_timeout=idle)
     try:
         with subject.client.grpc() as over_grpc:
