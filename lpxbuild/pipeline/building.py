@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lpxbuild.errors import LpxError, SourceError, UsageError
 from lpxbuild.output import Output
+from lpxbuild.pipeline import evidence as evidences
 from lpxbuild.pipeline import host, locking, source_input
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
@@ -147,6 +148,7 @@ class _Build:
             stack.enter_context(room_errors(self.workspace.root))
             stack.enter_context(room_errors(self.cache.root))
             self.cache.sweep(output=self.output)
+            evidences.forget_refuted(self.workspace.manifest(), self.cache, output=self.output)
             self._fetch_source()
             lock = locking.renewed(pinned, self.recipe, self.commit, self.files, versions)
             if locked and pinned is not None:
@@ -389,7 +391,7 @@ def _recipe_text(recipe: Recipe, path: Path | None) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
+            raise UsageError(f"recipe {path} cannot be read: {error.strerror}", next=f"ls -l {path}") from error
     return json.dumps(recipe.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -134,7 +134,7 @@ class Cache:
         """The artifact of a key as its record tells, unchecked; None when there is none that can be read."""
         try:
             artifact = Artifact.load(self.root / stage / key)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return artifact if (artifact.stage, artifact.key) == (stage, key) else None
 
@@ -282,19 +282,20 @@ class Cache:
         for entry in chosen:
             if entry.used_by and not include_used:
                 in_use.append(entry)
-            elif dry_run or self._remove(entry, output):
+            elif dry_run or self.discard(entry.stage, entry.key, output=output):
                 removed.append(entry)
             else:
                 in_use.append(replace(entry, used_by=("a build that runs now",)))
         return Pruned(tuple(removed), tuple(in_use))
 
-    def _remove(self, entry: Entry, output: Output) -> bool:
-        lock = self.lock(entry.stage, entry.key, output=output)
+    def discard(self, stage: str, key: str, *, output: Output) -> bool:
+        """Remove one artifact; False when a running build holds it."""
+        lock = self.lock(stage, key, output=output)
         try:
             if not lock.try_exclusive():
                 return False
-            folder = self.root / entry.stage / entry.key
-            aside = folder.parent / f"{TEMPORARY}{entry.key}-{uuid.uuid4().hex[:12]}"
+            folder = self.root / stage / key
+            aside = folder.parent / f"{TEMPORARY}{key}-{uuid.uuid4().hex[:12]}"
             try:
                 folder.rename(aside)
                 remove_tree(aside)
@@ -334,7 +335,7 @@ class Cache:
 def _read_uses(path: Path) -> list[str]:
     try:
         uses = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return [str(use) for use in uses] if isinstance(uses, list) else []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lpxbuild.output import Output
-from lpxbuild.pipeline import host, locking, source_input
+from lpxbuild.pipeline import evidence, host, locking, source_input
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import RememberedDigests
@@ -94,6 +94,8 @@ def why(
             continue
         wanted = components(recipe, fields=stage.fields, versions=stage.versions, rooms=stage.rooms, inputs=inputs)
         plan, artifact = _plan(stage, wanted, cache, before.get(stage.name), force=force)
+        if stage.name == "smoke" and not plan.runs and evidence.refuted(old, cache) is not None:
+            plan = StagePlan("smoke", True, ("a later smoke test of the same files failed",))
         plans.append(plan)
         if artifact is not None:
             artifacts[stage.name] = artifact

@@ -195,7 +195,10 @@ class _Document:
             elif isinstance(place, dict):
                 index = part
             else:
-                raise RecipeError(f"--set {text}: `{_dotted(step[:-1])}` has no keys below it")
+                raise RecipeError(
+                    f"--set {text}: `{_dotted(step[:-1])}` has no keys below it",
+                    next=f"give the value itself: --set {_dotted(step[:-1])}=…",
+                )
             if last:
                 place[index] = parsed
                 self.places[step] = f"--set {text}"
@@ -253,7 +256,8 @@ class _Document:
                 "see docs/recipe-reference.md",
             )
         if kind in ("model_type", "model_attributes_type"):
-            return f"{place}: `{key}` is {_shown(given)}", f"it has keys below it: {', '.join(_keys_at(location))}", ""
+            below = ", ".join(_keys_at(location))
+            return f"{place}: `{key}` is {_shown(given)}", f"it has keys below it: {below}", _example(location)
         message = str(detail["msg"])
         advice = "see docs/recipe-reference.md"
         if kind == "literal_error":
@@ -267,6 +271,11 @@ class _Document:
         while location and location not in self.places:
             location = location[:-1]
         return self.places.get(location, self.name)
+
+
+def _example(location: KeyPath) -> str:
+    below = [name for name in _keys_at(location) if name]
+    return f"write `{location[-1]}: {{{below[0]}: …}}`" if below else "see docs/recipe-reference.md"
 
 
 def _shown(value: Any) -> str:

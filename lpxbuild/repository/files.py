@@ -90,7 +90,11 @@ def read_engine(path: Path) -> dict[str, object]:
     except FileNotFoundError:
         raise UsageError(f"{path} is not an engine: it has no engine.json", next="lpx build --to engine") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read", why=str(error)) from error
+        raise UsageError(f"{file} cannot be read", why=str(error), next="lpx build RECIPE   makes it anew") from error
     if not isinstance(data, dict) or not isinstance(data.get("limits"), dict) or "backend" not in data:
-        raise UsageError(f"{file} has no backend and limits", why="it was written by another version of lpx, or is cut")
+        raise UsageError(
+            f"{file} has no backend and limits",
+            why="it was written by another version of lpx, or is cut",
+            next="lpx build RECIPE   makes it anew",
+        )
     return data

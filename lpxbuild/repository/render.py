@@ -46,7 +46,11 @@ def render(engine: Path, destination: Path, settings: RepositorySettings, *, out
     """
     _check(engine, settings)
     if destination.exists() and any(destination.iterdir()):
-        raise UsageError(f"{destination} is not empty", why="a repository is written into a folder of its own")
+        raise UsageError(
+            f"{destination} is not empty",
+            why="a repository is written into a folder of its own",
+            next="give a new folder, or empty this one",
+        )
     if settings.bls and BLS not in settings.models:
         output.notice(
             f"{BLS} is left out: the server's Python is {settings.server_python}, and Triton 2.51 crashes when a BLS "

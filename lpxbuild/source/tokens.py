@@ -116,7 +116,11 @@ def _ids(key: str, config: Mapping[str, Any]) -> tuple[int, ...]:
         if item is None or item == -1:
             continue
         if type(item) is not int or item < 0:
-            raise SourceError(f"{key} is {value!r}", why="expected a token id or a list of them", next="correct it")
+            raise SourceError(
+                f"{key} is {value!r}",
+                why="expected a token id or a list of them",
+                next=f"set {key} in config.json or generation_config.json to an id of the vocabulary",
+            )
         ids[item] = None
     return tuple(ids)
 

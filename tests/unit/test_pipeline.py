@@ -14,7 +14,7 @@ import pytest
 
 from lpxbuild.errors import HostError, RecipeError, SourceError, UsageError, VerdictError
 from lpxbuild.output import Output
-from lpxbuild.pipeline import building, explaining, manifest
+from lpxbuild.pipeline import building, evidence, explaining, manifest
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.recipe import Recipe
 
@@ -756,3 +756,39 @@ def test_a_changed_engine_is_no_earlier_good_one(house):
     assert house.build(to="checkpoint").state == "built to checkpoint"
     assert (house.view / "kept" / "engine" / "openvino_model.bin").exists()
     assert not (house.view / "repository").exists()
+
+
+# a smoke test that fails later -------------------------------------------------------------------------------------
+
+
+class Report:
+    def as_dict(self):
+        return {"checks": [{"name": "prompt 1", "status": "fail", "detail": "wrong text", "seconds": 0.1}]}
+
+    def junit(self):
+        return "<testsuite/>\n"
+
+
+def test_a_later_failing_smoke_test_lowers_the_state_until_a_build_proves_it_again(house):
+    assert house.build().state == "proven"
+    tested = manifest.read(house.view)
+    evidence.note_failure(house.view, tested, Report(), Cache(house.cache), output=house.output)
+    lowered = manifest.read(house.view)
+    assert lowered.state == "built, not proven"
+    assert manifest.differences(house.view, lowered) == []
+    assert "wrong text" in (house.view / "evidence" / "smoke.json").read_text()
+    assert "'built, not proven'" in house.said()
+    assert [plan.stage for plan in house.why().stages if plan.runs] == ["smoke"]
+    assert house.build(to="checkpoint").state == "built to repository"
+    assert house.build().state == "proven"
+    assert house.ran == ["smoke"]
+    assert house.build().made == ()
+
+
+def test_a_later_failure_of_a_build_that_moved_on_changes_nothing(house):
+    house.build()
+    tested = manifest.read(house.view)
+    house.build("limits.max_input_len=32")
+    written = (house.view / "manifest.json").read_bytes()
+    evidence.note_failure(house.view, tested, Report(), Cache(house.cache), output=house.output)
+    assert (house.view / "manifest.json").read_bytes() == written

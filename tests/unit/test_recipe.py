@@ -13,6 +13,7 @@ from lpxbuild.errors import RecipeError
 from lpxbuild.recipe import Recipe
 from lpxbuild.recipe.first import first_recipe, recipe_name
 from lpxbuild.recipe.library import shipped_recipes
+from lpxbuild.recipe.loading import parse
 from lpxbuild.recipe.reference import json_schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,3 +164,12 @@ def test_first_recipe_is_valid(tmp_path: Path) -> None:
     assert (recipe.name, recipe.limits.max_seq_len, recipe.model.revision) == ("model_7b", 512, "abc")
     assert recipe.smoke.prompts[0].messages is not None
     assert recipe_name("./models/Tiny Llama.gguf") == "tiny-llama"
+
+
+@pytest.mark.parametrize("text", ["name: x\nmodel: here\n", "name: x\nmodel: {source: a}\nlimits: 8\n", "name: 5\n"])
+def test_every_mistake_in_a_recipe_names_the_next_step(text):
+    with pytest.raises(RecipeError) as caught:
+        parse(text, "r.yaml", [])
+    assert caught.value.next
+    for line in caught.value.what.splitlines():
+        assert line.startswith("r.yaml")
