@@ -20,6 +20,9 @@ KeyPath = tuple[str | int, ...]
 VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$\{")
 """`${NAME}`, `${NAME:-default}`; `$$` stands for one dollar sign; anything else after `${` is a mistake."""
 
+SECRETS = frozenset(("TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "APIKEY", "CREDENTIAL", "CREDENTIALS", "AUTH"))
+"""Words in the name of a variable that holds a secret."""
+
 LARGEST = 100_000
 """Values that a recipe has at most, aliases counted as often as they are used."""
 
@@ -163,6 +166,13 @@ class _Document:
                     next="mend it, or write $$ for a dollar sign",
                 )
             name, default = match.group(1), match.group(2)
+            if SECRETS.intersection(name.upper().split("_")):
+                raise RecipeError(
+                    f"{self.places[path]}: `{_dotted(path)}` takes {name} from the environment, which names a secret",
+                    why="values of a recipe are written to the manifest, the lock file and the cache; lpx itself reads "
+                    "HF_TOKEN (or the file HF_TOKEN_PATH) where the hub asks for it",
+                    next=f"leave the key out; if it is no secret, give the variable another name than {name}",
+                )
             found = os.environ.get(name, default)
             if found is None:
                 raise RecipeError(

@@ -31,6 +31,7 @@ def markdown() -> str:
         "Generated from the schema (`make docs`). A recipe is strict: an unknown key, a quoted number or a wrong value",
         "is an error that names file, line and the nearest valid key. `${NAME}` and `${NAME:-default}` take values",
         "from the environment, `--set key.path=value` overrides; both obey the same schema. `$$` is a dollar sign.",
+        "A recipe takes no secrets: variables named like one (`…_TOKEN`, `…_KEY`, `…_PASSWORD`, …) are refused.",
         "",
         "| key | type | default | meaning |",
         "|---|---|---|---|",

@@ -188,7 +188,7 @@ def _weight_files(folder: Path, found: _Repository) -> list[str]:
     if (folder / INDEX).is_file():
         try:
             names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise SourceError(
                 f"{INDEX} of {found.id} has no weight_map", next="report it to the model's owner"
             ) from None
@@ -230,8 +230,19 @@ def _offline() -> bool:
 
 
 def _token() -> str | bool:
-    """The token of the environment; False keeps the library from looking for one in files."""
-    return os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or False
+    """The token of the environment or of a file: `HF_TOKEN_PATH`, else what `hf auth login` wrote below `HF_HOME`.
+
+    False keeps the library from looking elsewhere.
+    """
+    given = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if given:
+        return given.strip() or False
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    file = Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token").expanduser()
+    try:
+        return file.read_text(encoding="utf-8").strip() or False
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _check_space(folder: Path, wanted: int) -> None:

@@ -173,3 +173,18 @@ def test_every_mistake_in_a_recipe_names_the_next_step(text):
     assert caught.value.next
     for line in caught.value.what.splitlines():
         assert line.startswith("r.yaml")
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "NGC_API_KEY", "db_password", "CLIENT_SECRET"])
+def test_secrets_are_no_values_of_a_recipe(monkeypatch, name):
+    monkeypatch.setenv(name, "hf_verysecret")
+    with pytest.raises(RecipeError) as caught:
+        parse(f'name: x\nmodel: {{source: a}}\nruntime: {{python: "/x/${{{name}}}"}}\n', "r.yaml", [])
+    assert name in caught.value.what
+    assert "hf_verysecret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["MAX_TOKENS", "TOKENIZER", "KEYBOARD"])
+def test_other_variables_may_look_alike(monkeypatch, name):
+    monkeypatch.setenv(name, "abc")
+    assert parse(f"name: x\nmodel: {{source: a}}\nruntime:\n  python: ${{{name}}}\n", "r.yaml", []).runtime.python

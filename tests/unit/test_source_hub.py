@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -21,7 +22,12 @@ import pytest
 
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.output import Output
+from lpxbuild.pipeline import building
+from lpxbuild.recipe import Recipe
 from lpxbuild.source import check, fetch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "standins"))
+import pipeline_stages
 
 CASES = Path(__file__).parents[1] / "cases" / "data"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -173,8 +179,9 @@ def hub(tmp_path, monkeypatch):
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     # The library reads HF_HOME when it is imported, which another test may have done.
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     # It waits up to 16 s between attempts to resume.
@@ -323,6 +330,35 @@ def test_the_token_comes_from_the_environment(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", hub.token)
     assert (get() / "model.safetensors").exists()
     assert all("authorization" not in headers for headers in hub.downloads("cdn/model.safetensors"))
+
+
+@pytest.mark.parametrize("where", ["HF_TOKEN_PATH", "HF_HOME"])
+def test_the_token_comes_from_a_file(hub, tmp_path, monkeypatch, where):
+    hub.add_folder(CASES / "baseline")
+    hub.token = "hf_secret_of_a_file"
+    file = tmp_path / "secrets" / ("token" if where == "HF_HOME" else "mine")
+    file.parent.mkdir()
+    file.write_text(hub.token + "\n")
+    monkeypatch.setenv(where, str(file.parent if where == "HF_HOME" else file))
+    assert (get() / "config.json").is_file()
+
+
+def test_a_token_is_written_nowhere(hub, tmp_path, monkeypatch):
+    ran = pipeline_stages.install(monkeypatch)
+    hub.add_folder(CASES / "baseline")
+    hub.token = "hf_secret_of_the_test"
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"name: tiny\nmodel: {{source: {MODEL}}}\n")
+    output = Output("human", stdout=io.StringIO(), stderr=io.StringIO())
+    result = building.build(
+        Recipe.load(recipe), recipe_path=recipe, cache_dir=tmp_path / "lpx", build_dir=tmp_path / "build", output=output
+    )
+    assert (result.state, len(ran)) == ("proven", 4)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"manifest.json", "artifact.json", "r.lock", "recipe.yaml"}
+    assert [path for path in files if hub.token.encode() in path.read_bytes()] == []
+    assert hub.token not in output.stdout.getvalue() + output.stderr.getvalue()
 
 
 def test_weights_other_than_safetensors_are_refused_before_download(hub):
