@@ -78,3 +78,15 @@ def slow_repository(tiny_engine: Path, tmp_path: Path) -> Path:
     """Repeats the prompt, one token each 0.1 s for all running requests together."""
     repository = tiny_model.build_repository(tiny_engine, tmp_path / "slow")
     return tiny_model.make_replay(repository, {}, delay=0.1)
+
+
+@pytest.fixture(scope="session")
+def beam_server(tmp_path_factory: pytest.TempPathFactory):
+    """The same weights without streaming, two beams at most, served once."""
+    from lpxbuild.server import start
+
+    place = tmp_path_factory.mktemp("beams")
+    engine = tiny_model.build_engine(tiny_model.make_source(place / "source"), place / "built", max_beam_width=2)
+    repository = tiny_model.build_repository(engine, place / "repository", decoupled=False, max_beam_width=2)
+    with start(repository, log_path=place / "triton.log") as server:
+        yield server
