@@ -12,6 +12,7 @@ from typing import Any
 from lpxbuild import __version__
 from lpxbuild.errors import SourceError
 from lpxbuild.families import ModelShape, families
+from lpxbuild.families.reading import positive_int
 from lpxbuild.quantization import FORMATS, KV_CACHE
 
 FORMAT_VERSION = 1
@@ -111,14 +112,14 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     return ModelShape(
         family=family.name,
         architecture=config["architecture"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_hidden_layers=config["num_hidden_layers"],
-        num_attention_heads=config["num_attention_heads"],
-        num_key_value_heads=config["num_key_value_heads"],
-        head_size=config["head_size"],
-        vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
+        hidden_size=positive_int(config, "hidden_size"),
+        intermediate_size=positive_int(config, "intermediate_size"),
+        num_hidden_layers=positive_int(config, "num_hidden_layers"),
+        num_attention_heads=positive_int(config, "num_attention_heads"),
+        num_key_value_heads=positive_int(config, "num_key_value_heads"),
+        head_size=positive_int(config, "head_size"),
+        vocab_size=positive_int(config, "vocab_size"),
+        max_position_embeddings=positive_int(config, "max_position_embeddings"),
         norm_epsilon=config["norm_epsilon"],
         hidden_act=config["hidden_act"],
         rotary_base=config["rotary_base"],

@@ -16,6 +16,7 @@ from lpxbuild.checkpoint.layout import RankTensor, plan
 from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
 from lpxbuild.errors import SourceError
 from lpxbuild.families import ModelShape
+from lpxbuild.families.reading import positive_int
 
 _REBUILD = "build it again: lpx build RECIPE --to checkpoint --force"
 
@@ -36,8 +37,12 @@ class CheckpointReader:
         self.path = path
         self.config = config
         self.shape: ModelShape = shape_from_config(config)
-        self.tensor_parallel: int = config["mapping"]["tp_size"]
-        self.pipeline_parallel: int = config["mapping"]["pp_size"]
+        self.tensor_parallel: int = positive_int(config["mapping"], "tp_size")
+        self.pipeline_parallel: int = positive_int(config["mapping"], "pp_size")
+        # The norms alone take more than this: a number that the files cannot hold is not worked through.
+        stored = sum(file.stat().st_size for file in path.glob("rank*.safetensors"))
+        if stored and self.shape.num_hidden_layers * self.shape.hidden_size > stored:
+            raise _damaged(path / "config.json", f"{self.shape.num_hidden_layers} layers do not fit in the ranks")
         self._dtype = NUMPY_TYPES[SAFETENSORS_NAMES[self.shape.dtype]]
         self._by_rank: dict[int, dict[str, RankTensor]] = defaultdict(dict)
         for tensor in plan(self.shape, self.tensor_parallel, self.pipeline_parallel):
@@ -87,10 +92,10 @@ def read(path: Path) -> CheckpointReader:
         SourceError: config.json or a rank file is missing or damaged; names the file.
     """
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((path / "config.json").read_bytes())
     except OSError as error:
         raise _damaged(path / "config.json", f"{error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path / "config.json", f"it is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise _damaged(path / "config.json", "it is not a JSON object")
@@ -98,3 +103,5 @@ def read(path: Path) -> CheckpointReader:
         return CheckpointReader(path, config)
     except KeyError as error:
         raise _damaged(path / "config.json", f"its key {error} is missing") from error
+    except (TypeError, AttributeError, IndexError) as error:
+        raise _damaged(path / "config.json", f"a value is of the wrong kind: {error}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd, isqrt
+
 from lpxbuild.errors import SourceError
 from lpxbuild.families.shape import ModelShape
 
@@ -23,7 +25,9 @@ def _misfit(shape: ModelShape, tensor: int) -> tuple[str, int, str] | None:
 
 def tensor_parallel_sizes(shape: ModelShape) -> tuple[int, ...]:
     """All tensor-parallel sizes that fit, ascending."""
-    return tuple(size for size in range(1, shape.num_attention_heads + 1) if _misfit(shape, size) is None)
+    common = gcd(shape.num_attention_heads, shape.intermediate_size)
+    small = [size for size in range(1, isqrt(common) + 1) if common % size == 0]
+    return tuple(size for size in sorted({*small, *(common // size for size in small)}) if _misfit(shape, size) is None)
 
 
 def check_parallel(shape: ModelShape, tensor: int, pipeline: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -296,6 +297,19 @@ class TestReader:
         file.write_bytes(data.replace(b"mlp.fc.weight", b"mlp.ab.weight", 1))
         with pytest.raises(SourceError, match=r"rank0\.safetensors of the checkpoint is damaged"):
             read(folder)
+
+    @pytest.mark.parametrize("value", [None, [], [1], {}, "x", -1, 2.5, 10**30, 2**31 - 1], ids=str)
+    def test_a_config_with_any_value_is_read_or_refused(self, folder: Path, value: Any) -> None:
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        for key in (*config, "tp_size", "pp_size"):
+            place = config["mapping"] if key.endswith("_size") and key in config["mapping"] else config
+            before = place[key]
+            place[key] = value
+            file.write_text(json.dumps(config))
+            with contextlib.suppress(SourceError):
+                read(folder)
+            place[key] = before
 
     @pytest.mark.parametrize(
         ("text", "message"),
