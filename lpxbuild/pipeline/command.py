@@ -74,7 +74,8 @@ def recipe_file(recipe: str) -> Path:
 def cache_ls(cache_dir: Path | None, *, output: Output) -> None:
     """List the artifacts of the cache."""
     cache = Cache(cache_dir)
-    entries = cache.ls()
+    with room_errors(cache.root):
+        entries = cache.ls()
     rows = [
         (entry.stage, entry.key[:12], mb(entry.size), _age(entry.age), ", ".join(entry.used_by) or "-")
         for entry in entries
@@ -94,13 +95,14 @@ def cache_verify(cache_dir: Path | None, *, output: Output) -> None:
         VerdictError: some are damaged; the next build that needs one makes it again.
     """
     cache = Cache(cache_dir)
-    verdicts = cache.verify(output=output)
+    with room_errors(cache.root):
+        verdicts = cache.verify(output=output)
     damaged = [verdict for verdict in verdicts if verdict.problems]
     if damaged:
         raise VerdictError(
             f"{len(damaged)} of {len(verdicts)} artifacts in {cache.root} are damaged",
             why="\n".join(f"{verdict.stage} {verdict.key[:12]}: {'; '.join(verdict.problems)}" for verdict in damaged),
-            next="lpx build RECIPE makes them again",
+            next="lpx build RECIPE makes what it needs again; lpx cache prune removes what no build shows",
         )
     output.result(
         {"cache": str(cache.root), "sound": len(verdicts)}, f"{cache.root}: {len(verdicts)} artifacts, all sound"

@@ -195,5 +195,5 @@ def _load(place: Path) -> dict[str, FileRecord]:
     try:
         files = json.loads(place.read_text(encoding="utf-8"))["files"]
         return {name: FileRecord.from_dict(data) for name, data in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

@@ -208,7 +208,7 @@ KINDS = (
 def _has_key(path: Path, key: str) -> bool:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and key in data and "mapping" in data
 

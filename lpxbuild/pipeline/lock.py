@@ -95,10 +95,14 @@ def read(path: Path) -> Lock | None:
         )
     except FileNotFoundError:
         return None
-    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, (KeyError, TypeError, AttributeError)):
+            reason = "it has not the keys that lpx writes: format_version, model, files, versions"
+        else:
+            reason = str(getattr(error, "problem", None) or error).splitlines()[0]
         raise UsageError(
             f"{path} cannot be read as a lock file",
-            why=f"{type(error).__name__}: {error}",
+            why=reason,
             next=f"restore it, or remove it to pin anew: rm {path}",
         ) from error
 

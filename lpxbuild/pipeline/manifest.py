@@ -92,7 +92,7 @@ def read(folder: Path) -> Manifest:
             manifest.view(name)
     except FileNotFoundError:
         raise UsageError(f"{folder} is not a build folder: it has no {FILE}", next="lpx build RECIPE") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{path} cannot be used",
             why=str(error),

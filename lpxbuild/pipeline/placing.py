@@ -31,8 +31,8 @@ _AT_FDCWD = -100
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno of a write that found no room."""
 
-REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-"""errno of a write that this user or this place does not allow."""
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+"""errno of a write that this user or this place does not allow, or that something of another kind is in the way of."""
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
@@ -204,11 +204,13 @@ def room_errors(folder: Path) -> Iterator[None]:
                 "nothing half-made was left, and the same command goes on from the last finished stage",
             ) from error
         place = Path(os.fsdecode(path)).absolute()
-        above = error.errno in (*REFUSED, errno.ENOENT, errno.EEXIST) and folder.absolute().is_relative_to(place)
+        above = error.errno in (*REFUSED, errno.ENOENT) and folder.absolute().is_relative_to(place)
         if above or (error.errno in REFUSED and place.is_relative_to(folder.absolute())):
             raise HostError(
                 f"{path}: {os.strerror(error.errno or 0)}",
                 why=f"lpx has to write below {folder}",
-                next="change its permissions, or set LPX_CACHE / --build-dir to a folder you own",
+                next="remove what is in the way, or set LPX_CACHE / --build-dir to another folder"
+                if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+                else "change its permissions, or set LPX_CACHE / --build-dir to a folder you own",
             ) from error
         raise

@@ -86,7 +86,7 @@ def source_files(folder: Path) -> list[str]:
         try:
             weight_map = json.loads((folder / names.INDEX).read_bytes())["weight_map"]
             weights = {Path(str(name)).name for name in weight_map.values()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             weights = set()  # lpxbuild.source.check says what is wrong with the index
     return sorted(present | {name for name in weights if (folder / name).is_file()})
 
@@ -144,7 +144,7 @@ def snapshot(given: SourceInput, store: Path) -> Path | None:
     try:
         remembered = json.loads((store / SNAPSHOTS).read_text(encoding="utf-8"))[f"{given.origin}@{given.revision}"]
         folder, names = Path(remembered["folder"]), list(remembered["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return folder if folder.is_dir() and source_files(folder) == names else None
 
@@ -157,7 +157,7 @@ def remember_snapshot(given: SourceInput, folder: Path, store: Path) -> None:
     place = store / SNAPSHOTS
     try:
         known = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         known = {}
     known = known if isinstance(known, dict) else {}
     known[f"{given.origin}@{commit}"] = {"folder": str(folder), "files": source_files(folder)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -252,6 +253,14 @@ class Workspace:
             records[name] = record_file(path)
         return records
 
+    def _free_place(self, name: str) -> Path:
+        """A path under `kept/` that nothing has; a file that was kept under a folder's name is gone around."""
+        *folders, last = name.split("/")
+        place = self.root / KEPT
+        for part in folders:
+            place = next(p for p in _numbered(place / part) if p.is_dir() or not os.path.lexists(p))
+        return next(p for p in _numbered(place / last) if not os.path.lexists(p))
+
     def _keep_aside(self, path: Path, name: str, reason: str) -> None:
         target = self._aside(name)
         path.rename(target)
@@ -259,10 +268,13 @@ class Workspace:
 
     def _aside(self, name: str) -> Path:
         """A free name below `kept/`."""
-        target = self.root / KEPT / name
-        number = 1
-        while target.exists() or target.is_symlink():
-            target = self.root / KEPT / f"{name}.{number}"
-            number += 1
+        target = self._free_place(name)
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """`name`, `name.1`, `name.2` …"""
+    yield path
+    for number in itertools.count(1):
+        yield path.with_name(f"{path.name}.{number}")

@@ -12,7 +12,7 @@ import pytest
 
 from lpxbuild.errors import HostError, LpxError, RecipeError, UsageError
 from lpxbuild.output import Output
-from lpxbuild.pipeline import command
+from lpxbuild.pipeline import command, lock
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.first_recipe import write_first_recipe
 from lpxbuild.pipeline.inspection import inspect_path
@@ -313,6 +313,70 @@ def test_disk_messages_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(host, "free_bytes", lambda _folder: 10_000_000)
     with pytest.raises(HostError, match=r"about 16\.8 MB of disk needed, 10\.0 MB free"):
         host.check_disk(tmp_path, 1000, "checkpoint")
+
+
+# what lies in folders of lpx --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    """A folder with a recipe, its lock, a build to the checkpoint and its cache."""
+    (tmp_path / "r.yaml").write_text(f"name: tiny\nmodel: {{source: {BASELINE}}}\n")
+    assert shell(f"{LPX} build r.yaml --to checkpoint -q", tmp_path).returncode == 0
+    return tmp_path
+
+
+def test_something_kept_under_a_folders_name_blocks_no_later_build(built: Path) -> None:
+    folder = built / "build" / "tiny" / "checkpoint"
+    folder.rename(built / "aside")
+    folder.write_text("mine")
+    again = f"{LPX} build r.yaml --to checkpoint --json"
+    assert shell(again, built).returncode == 0
+    (folder / "notes.txt").write_text("mine too")
+    assert shell(again, built).returncode == 0
+    kept = built / "build" / "tiny" / "kept"
+    assert (kept / "checkpoint").read_text() == "mine"
+    assert (kept / "checkpoint.1" / "notes.txt").read_text() == "mine too"
+
+
+@pytest.mark.parametrize("name", ["cache/digests", "cache/locks", "build/tiny/.lock"])
+def test_something_else_in_the_place_of_a_folder_or_lock(built: Path, name: str) -> None:
+    path = built / name
+    shell(f"rm -r {path}", built)
+    if path.name == ".lock":
+        path.mkdir()
+    else:
+        path.write_text("")
+    for line in ("build r.yaml --to checkpoint --force", *(["cache verify"] if name == "cache/locks" else [])):
+        done = shell(f"{LPX} {line} --json", built)
+        assert done.returncode == 3, done.stderr
+        assert str(path) in json.loads(done.stdout)["what"]
+        assert "in the way" in json.loads(done.stdout)["next"]
+
+
+def test_endless_json_in_every_file_of_lpx(built: Path) -> None:
+    """Nesting beyond Python's limit is a RecursionError, no ValueError."""
+    deep = "[" * 100_000
+    files = [built / "build" / "tiny" / "manifest.json"]
+    files += [path for path in (built / "cache").rglob("*.json") if "files" not in path.parts]
+    assert len(files) >= 3
+    for path in files:
+        path.write_text(deep)
+    assert shell(f"{LPX} inspect build/tiny", built).returncode == 2
+    assert shell(f"{LPX} cache ls", built).returncode == 0
+    assert shell(f"{LPX} cache verify", built).returncode == 1
+    assert shell(f"{LPX} build r.yaml --to checkpoint", built).returncode == 0
+    assert shell(f"{LPX} cache verify", built).returncode == 0
+    assert shell(f"{LPX} inspect build/tiny", built).returncode == 0
+
+
+@pytest.mark.parametrize("text", ["garbage", "[]", "", "{", "format_version: 1", "[" * 5000, "format_version: 9"])
+def test_a_broken_lock_is_named_in_plain_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.lock").write_text(text)
+    with pytest.raises(UsageError, match="cannot be read as a lock file") as caught:
+        lock.read(tmp_path / "r.lock")
+    assert "Error" not in caught.value.why
+    assert "\n" not in caught.value.why
 
 
 # signals ----------------------------------------------------------------------------------------------------------
