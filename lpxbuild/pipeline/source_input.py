@@ -56,7 +56,10 @@ def resolve(source: str, revision: str | None, *, base: Path) -> SourceInput:
 
     if source.startswith(PREFIX):
         return SourceInput("gguf", source, str(find_in_package(source)), None)
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:  # ~somebody, and nobody of that name is here
+        path = Path(source)
     path = path if path.is_absolute() else base / path
     if source.endswith(".gguf") and not path.is_dir():
         if not path.is_file():

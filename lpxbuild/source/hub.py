@@ -192,6 +192,14 @@ def _weight_files(folder: Path, found: _Repository) -> list[str]:
             raise SourceError(
                 f"{INDEX} of {found.id} has no weight_map", next="report it to the model's owner"
             ) from None
+        for name in names:
+            # As `folder.read_tensors` refuses them, but before anything is written under such a name.
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise SourceError(
+                    f"{INDEX} of {found.id} names {name!r}, not a safetensors file of the top folder",
+                    why="the index is broken",
+                    next="report it to the model's owner, or give another revision as model.revision",
+                )
     else:
         names = [WEIGHTS]
     missing = [name for name in names if name not in found.sizes]

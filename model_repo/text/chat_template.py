@@ -103,7 +103,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
 
 

@@ -104,6 +104,12 @@ def test_content_that_the_template_cannot_use_is_an_error_of_the_request():
         ChatTemplate("{{ 'a' + messages[0].content }}", {}).render([{"role": "assistant", "content": None}])
 
 
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"])
+def test_a_template_that_fails_is_an_error_of_the_request(source):
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source, {}).render(USER)
+
+
 def test_date_comes_from_the_clock():
     def noon():
         return datetime.datetime(2026, 7, 26, 12, 0)

@@ -587,6 +587,11 @@ def test_relative_sources_start_from_the_recipe(house, monkeypatch, tmp_path):
     assert house.build(to="checkpoint").state == "built to checkpoint"
 
 
+def test_the_home_of_nobody_is_a_source_that_is_not_there(house):
+    with pytest.raises(SourceError, match="~nobody-of-this-host/model"):
+        house.build("model.source=~nobody-of-this-host/model")
+
+
 def test_the_key_reads_every_file_that_the_checked_source_names(house):
     from lpxbuild.pipeline.source_input import source_files
     from lpxbuild.source import check

@@ -427,3 +427,15 @@ def test_a_file_that_is_shorter_than_the_hub_says_is_named(hub):
     with pytest.raises(SourceError, match=r"model\.safetensors has \d+ bytes, the hub says \d+") as refusal:
         get()
     assert str(blob) in refusal.value.next
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "weights/model.safetensors", "model.bin", 3])
+def test_an_index_that_names_other_places_is_refused_before_a_weight_is_written(hub, tmp_path, name):
+    hub.add_folder(CASES / "baseline")
+    del hub.files["model.safetensors"]
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
+    hub.files[str(name)] = b"x" * 100
+    with pytest.raises(SourceError, match=re.escape(repr(name))):
+        get(destination=tmp_path / "model")
+    assert not list(tmp_path.rglob("outside*"))
+    assert not hub.downloads(str(name))
