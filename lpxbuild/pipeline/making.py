@@ -78,8 +78,11 @@ class Maker:
             artifact = self._sound(stage, key, full=full, said=True) if not fresh else None
             if artifact is None:
                 artifact = self._make(stage, key, components, work)
+            fresh = False
             lock.shared()
-            return artifact
+            # Between the two locks there is none (flock(2)): a prune or another --force may have been there.
+            if (still := self.cache.find(stage.name, key)) is not None and still.digest == artifact.digest:
+                return artifact
 
     def cached(self, stage: Stage, components: Mapping[str, str]) -> Artifact | None:
         """The artifact if the cache has it and it is sound; nothing is made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -348,6 +349,28 @@ def test_a_file_cut_short_is_refused(tmp_path, size):
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(SourceError, match="truncated or broken"):
         converted(file)
+
+
+NAME = b"\x01\0\0\0\0\0\0\0a"
+ARCHITECTURE = b"\x14\0\0\0\0\0\0\0general.architecture"
+
+
+@pytest.mark.parametrize(
+    ("pair", "word"),
+    [
+        (NAME + struct.pack("<IIQ", 9, 0, 1 << 40), "truncated or broken"),
+        (NAME + struct.pack("<IIQ", 9, 8, 1 << 40), "truncated or broken"),
+        (NAME + struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 3000, "truncated or broken"),
+        (b"\xff" * 8 + b"a", "truncated or broken"),
+        (ARCHITECTURE + struct.pack("<IQ", 8, 2) + b"\xff\xfe", "unreadable under general.architecture"),
+    ],
+    ids=["endless numbers", "endless texts", "nested", "endless name", "no text"],
+)
+def test_a_hostile_header_is_refused_at_once(tmp_path, pair, word):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + pair)
+    with pytest.raises(SourceError, match=word):
+        converted(path)
 
 
 def test_another_file_with_the_ending_gguf(tmp_path):

@@ -797,3 +797,20 @@ def test_a_later_failure_of_a_build_that_moved_on_changes_nothing(house):
     written = (house.view / "manifest.json").read_bytes()
     evidence.note_failure(house.view, tested, Report(), Cache(house.cache), output=house.output)
     assert (house.view / "manifest.json").read_bytes() == written
+
+
+def test_what_was_pruned_between_the_two_locks_is_made_again(house, monkeypatch):
+    from lpxbuild.pipeline.cache import KeyLock
+
+    shared, pruned = KeyLock.shared, []
+
+    def late(lock):
+        folders = list((house.cache / "engine").glob("[0-9a-f]*"))
+        if folders and not pruned:
+            pruned.extend(folders)
+            shutil.rmtree(folders[0])
+        shared(lock)
+
+    monkeypatch.setattr(KeyLock, "shared", late)
+    assert house.build().state == "proven"
+    assert house.ran == ["checkpoint", "engine", "engine", "repository", "smoke"]

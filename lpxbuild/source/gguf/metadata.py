@@ -26,7 +26,10 @@ class Metadata:
     def value(self, key: str) -> Any:
         """The value under a key as Python data, None where there is no such key."""
         field = self._fields.get(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except ValueError:  # text that is not UTF-8 is decoded here only
+            raise self._error(f"has something unreadable under {key}") from None
 
     def text(self, key: str) -> str | None:
         value: str | None = self._typed(key, str)
@@ -154,9 +157,15 @@ def open_gguf(file: Path) -> Any:
         def data(self, mapped: Any) -> None:
             self._mapped = np.asarray(mapped)
 
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **options: Any) -> Any:
+            # Without this an array that claims more elements than the file has bytes is read on for ever.
+            if offset >= len(self._mapped) and count > 0:
+                raise IndexError(f"byte {offset} is wanted")
+            return super()._get(offset, dtype, count, *rest, **options)
+
     try:
         return Reader(str(file))
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
         raise SourceError(
             f"{file.name} ({file.stat().st_size} bytes) is truncated or broken",
             why=f"gguf cannot read it: {error}",
