@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from lpxbuild.cli.options import Json, Quiet
+from lpxbuild.cli.options import CacheFolder, Json, Quiet
 from lpxbuild.cli.running import running
 
 LAST_PORT = 65535
@@ -36,6 +36,7 @@ def serve(
     require_proven: Annotated[
         bool, typer.Option("--require-proven", help="Refuse a build that is not proven.")
     ] = False,
+    cache_dir: CacheFolder = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -54,5 +55,6 @@ def serve(
             stop=stop,
             dry_run=dry_run,
             require_proven=require_proven,
+            cache_dir=cache_dir,
             output=output,
         )

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from lpxbuild.cli.options import Json, Quiet
+from lpxbuild.cli.options import CacheFolder, Json, Quiet
 from lpxbuild.cli.running import running
 
 
@@ -30,6 +30,7 @@ def smoke(
         typer.Option("--build", help="Build that the server at this address serves: adds its prompts and metadata."),
     ] = None,
     junit: Annotated[Optional[Path], typer.Option("--junit", help="Also write JUnit XML.")] = None,  # noqa: UP045
+    cache_dir: CacheFolder = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -37,4 +38,4 @@ def smoke(
     with running(json, quiet) as output:
         from lpxbuild.pipeline.smoking import smoke as run
 
-        run(target, grpc=grpc, build=build, junit=junit, output=output)
+        run(target, grpc=grpc, build=build, junit=junit, cache_dir=cache_dir, output=output)

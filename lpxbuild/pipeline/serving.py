@@ -43,8 +43,8 @@ class Served:
         return self.manifest is not None and self.manifest.state == PROVEN and not self.changed
 
 
-def find(build: Path) -> Served:
-    """A build folder or a model repository.
+def find(build: Path, cache: Path | None = None) -> Served:
+    """A build folder or a model repository; what is kept about a bare repository is in `cache`.
 
     Raises:
         UsageError: neither; or the build stopped before its repository.
@@ -61,7 +61,7 @@ def find(build: Path) -> Served:
         return Served(str(build), repository, build / LOGS, manifest, tuple(changed))
     if (build / "ensemble" / "config.pbtxt").is_file():
         mark = hashlib.sha256(str(build.resolve()).encode()).hexdigest()[:16]
-        return Served(str(build), build, default_root() / "servers" / mark, None)
+        return Served(str(build), build, (cache or default_root()) / "servers" / mark, None)
     what = "does not exist" if not build.exists() else "is neither a build folder nor a model repository"
     raise UsageError(
         f"{build} {what}",
@@ -82,6 +82,7 @@ def serve(
     stop: bool,
     dry_run: bool,
     require_proven: bool,
+    cache_dir: Path | None,
     output: Output,
 ) -> None:
     """Serve until stopped, in the foreground or detached; or stop; or print the command.
@@ -96,7 +97,7 @@ def serve(
     if not address.strip():
         raise UsageError("--address is empty", next="--address 127.0.0.1, or 0.0.0.0 for every network of this host")
     _check_distinct({"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port})
-    served = find(build)
+    served = find(build, cache_dir)
     if stop:
         if not lifetime.stop(served.state, output=output):
             raise UsageError(f"no server of {build} is running", next=f"lpx serve {build}")
@@ -108,17 +109,19 @@ def serve(
         grpc_port=grpc_port,
         metrics_port=metrics_port,
         address=address,
-        **_of_the_recipe(served.manifest),
+        **of_the_recipe(served.manifest),
     )
     if dry_run:
-        command, environment = server.dry_run(served.repository, settings, output)
+        command, environment = server.dry_run(served.repository, settings, output, cache=cache_dir)
         shown = " ".join(
             [*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)]
         )
         output.result({"command": command, "environment": environment}, shown)
         return
     if detach:
-        status = lifetime.detach(served.repository, state=served.state, settings=settings, log_path=log, output=output)
+        status = lifetime.detach(
+            served.repository, state=served.state, settings=settings, log_path=log, cache=cache_dir, output=output
+        )
         output.result(status, _addresses(build, status))
         return
     sys.exit(
@@ -127,6 +130,7 @@ def serve(
             state=served.state,
             settings=settings,
             log_path=log,
+            cache=cache_dir,
             output=output,
             on_ready=lambda _running: output.result(
                 status := lifetime.read_status(served.state) or {},
@@ -162,7 +166,8 @@ def _say_state(served: Served, require_proven: bool, output: Output) -> None:
     output.notice(f"{served.name} is not proven: {why}")
 
 
-def _of_the_recipe(manifest: Manifest | None) -> dict[str, Any]:
+def of_the_recipe(manifest: Manifest | None) -> dict[str, Any]:
+    """The `ServerSettings` that the recipe of a build gives; none for a bare repository."""
     if manifest is None:
         return {}
     serve = manifest.data["recipe"]["serve"]

@@ -7,12 +7,21 @@ from typing import Any
 
 from lpxbuild.errors import HostError, UsageError, VerdictError
 from lpxbuild.output import Output
-from lpxbuild.pipeline import serving
+from lpxbuild.pipeline import evidence, serving
+from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.manifest import Manifest
 from lpxbuild.pipeline.placing import write_atomically
 
 
-def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | None, output: Output) -> None:
+def smoke(
+    target: str,
+    *,
+    grpc: str | None,
+    build: Path | None,
+    junit: Path | None,
+    cache_dir: Path | None = None,
+    output: Output,
+) -> None:
     """Smoke-test a build folder (on a server of its own) or the server at an address.
 
     Args:
@@ -20,6 +29,7 @@ def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | No
         grpc: `host:port` of gRPC for an address; default: the HTTP port + 1.
         build: what the server at that address serves, for its prompts and its metadata.
         junit: file for JUnit XML.
+        cache_dir: for what an own server needs; default as of `lpx build`.
 
     Raises:
         VerdictError: a check failed.
@@ -31,14 +41,20 @@ def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | No
 
     if junit is not None and junit.exists() and not junit.is_file():
         raise UsageError(f"--junit {junit} is not a file", next="give the name of a file")
+    log: Path | None = None
     if Path(target).exists():
         if build is not None or grpc is not None:
             raise UsageError("--build and --grpc belong to the address of a server", next=f"lpx smoke {target}")
-        served = serving.find(Path(target))
+        served = serving.find(Path(target), cache_dir)
+        settings = server.ServerSettings(**serving.of_the_recipe(served.manifest))
         log = served.state / "smoke-server.log"
-        with server.start(served.repository, log_path=log, output=output) as running:
+        with server.start(
+            served.repository, log_path=log, settings=settings, cache=cache_dir, output=output
+        ) as running:
             endpoints = Endpoints(running.http_url, running.grpc_url)
             report = run(endpoints, repository=served.repository, prompts=_prompts(served.manifest), output=output)
+        if not report.ok and served.manifest is not None and not served.changed:
+            evidence.note_failure(Path(target), served.manifest, report, Cache(cache_dir), output=output)
     else:
         endpoints = _endpoints(target, grpc)
         known = serving.find(build) if build is not None else None
@@ -61,7 +77,7 @@ def smoke(target: str, *, grpc: str | None, build: Path | None, junit: Path | No
         raise VerdictError(
             f"the smoke test of {target} failed: {names}",
             why="; ".join(check.detail for check in report.failed),
-            next="read the table above and the server's log",
+            next=f"less {log}" if log is not None else "read the log that the server's start named",
         )
 
 

@@ -149,7 +149,7 @@ def _smoke(work: Work, destination: Path) -> dict[str, Any]:
     )
     repository = work.paths["repository"]
     log = work.logs / "smoke-server.log"
-    with server.start(repository, log_path=log, settings=settings, output=work.output) as running:
+    with server.start(repository, log_path=log, settings=settings, cache=work.cache, output=work.output) as running:
         report = smoke.run(
             smoke.Endpoints(running.http_url, running.grpc_url, running.runtime.folder),
             repository=repository,

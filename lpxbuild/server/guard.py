@@ -1,7 +1,8 @@
 """A small process that outlives lpx for one purpose: nothing of a server stays when lpx is killed.
 
-`python -m lpxbuild.server.guard MARK SHM_PREFIX RUNTIME_FOLDER DRAIN_SECONDS` reads its standard input, the end of a
-pipe that lpx holds. "done" means that lpx has cleaned up itself; the end of the pipe without it means that lpx died.
+`python -m lpxbuild.server.guard MARK SHM_PREFIX RUNTIME_FOLDER DRAIN_SECONDS LOG [ENSEMBLE…]` reads its standard input,
+the end of a pipe that lpx holds. "done" means that lpx has cleaned up itself; the end of the pipe without it means that
+lpx died.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from lpxbuild.server import processes
+from lpxbuild.server import drain, logs, processes
+from lpxbuild.server.engine_host import EngineLink
 
 # In the environment of everything that a server consists of: what lpx started, and what those started in turn.
 MARK_VARIABLE = "LPX_SERVER_ID"
@@ -26,10 +29,19 @@ DRAIN_MARGIN = 5.0
 class Guard:
     """The guard of one server, seen from lpx."""
 
-    def __init__(self, mark: str, shm_prefix: str, runtime: Path, drain_seconds: float) -> None:
+    def __init__(
+        self,
+        mark: str,
+        shm_prefix: str,
+        runtime: Path,
+        drain_seconds: float,
+        log_path: Path,
+        ensembles: Iterable[str],
+    ) -> None:
         package_root = str(Path(__file__).resolve().parents[2])
+        arguments = [mark, shm_prefix, str(runtime), str(drain_seconds), str(log_path.absolute()), *ensembles]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, mark, shm_prefix, str(runtime), str(drain_seconds)],
+            [sys.executable, "-m", __name__, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -59,15 +71,27 @@ def sweep(mark: str, shm_prefix: str, runtime: Path) -> list[str]:
     return left
 
 
-def _drain(mark: str, seconds: float) -> None:
-    """SIGTERM to the server, so that running requests finish, and wait for its end."""
+def _drain(mark: str, seconds: float, runtime: Path, log_path: Path, ensembles: set[str]) -> None:
+    """SIGTERM to the server, so that running requests finish; wait for its end, or until it waits for nobody."""
+    position = logs.size(log_path)
     servers = [pid for pid in processes.marked(MARK_VARIABLE, mark) if _is_triton(pid)]
     for pid in servers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + seconds + DRAIN_MARGIN
     while any(processes.alive(pid) for pid in servers) and time.monotonic() < deadline:
+        if drain.forsaken(logs.read_from(log_path, position), ensembles) and _engine_idle(runtime):
+            return
         time.sleep(0.1)
+
+
+def _engine_idle(runtime: Path) -> bool:
+    try:
+        with EngineLink(runtime, timeout=5) as link:
+            return int(link.stats()["active"]) == 0
+    except OSError:
+        # Gone, or a repository without an engine host.
+        return True
 
 
 def _is_triton(pid: int) -> bool:
@@ -77,11 +101,11 @@ def _is_triton(pid: int) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Entry point of the guard process."""
-    mark, shm_prefix, runtime, drain_seconds = arguments
+    mark, shm_prefix, runtime, drain_seconds, log_path, *ensembles = arguments
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.readline().strip() != "done":
-        _drain(mark, float(drain_seconds))
+        _drain(mark, float(drain_seconds), Path(runtime), Path(log_path), set(ensembles))
         sweep(mark, shm_prefix, Path(runtime))
     return 0
 

@@ -187,9 +187,9 @@ def _launch(
     environment = server.environment()
     environment[guard.MARK_VARIABLE] = mark
     environment["LPX_ENGINE_DIR"] = str(runtime_folder)
-    runtime = Runtime(
-        mark, shm_prefix, runtime_folder, guard.Guard(mark, shm_prefix, runtime_folder, settings.drain_seconds)
-    )
+    ensembles = [name for name in names if models[name].steps]
+    watchman = guard.Guard(mark, shm_prefix, runtime_folder, settings.drain_seconds, log_path, ensembles)
+    runtime = Runtime(mark, shm_prefix, runtime_folder, watchman)
     version_folder = repository / ENGINE_MODEL / "1"
     engine_host = None
     if (version_folder / "engine_host.py").exists():
@@ -257,13 +257,16 @@ def _wait_until_loaded(running: RunningServer, timeout: float) -> None:
 
 
 def _warm_up(client: TritonHttp, prompts: int, timeout: float, running: RunningServer) -> None:
-    """Warm-up generations, then one whose answer is looked at."""
-    body = {"text_input": WARMUP_TEXT, "max_tokens": WARMUP_TOKENS}
-    for _ in range(prompts + 1):
+    """Warm-up generations, then one more of each model that clients call, whose answer is looked at."""
+    callable_models = [ENSEMBLE, BLS_MODEL] if BLS_MODEL in running.models else [ENSEMBLE]
+    for model in [ENSEMBLE] * prompts + callable_models:
         try:
-            answer = client.generate(ENSEMBLE, body, timeout)
+            answer = client.generate(model, {"text_input": WARMUP_TEXT, "max_tokens": WARMUP_TOKENS}, timeout)
         except TritonHttpError as error:
             running.raise_if_ended("at the first generation")
-            raise running.failure(f"the models are loaded but the first generation failed: {error}") from error
-        if "text_output" not in answer:
-            raise running.failure(f"the ensemble answered without text_output: {sorted(answer)}")
+            raise running.failure(
+                f"the models are loaded but the first generation of {model} failed: {error}"
+            ) from error
+        # Never empty, whatever the model says: the prompt is part of it.
+        if not answer.get("text_output"):
+            raise running.failure(f"{model} answered its first generation without text: {answer}")

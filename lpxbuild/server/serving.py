@@ -76,16 +76,23 @@ def serve(
     output = output or Output()
     log_path = log_path or state / LOG_NAME
     with _only_one(state), _signals() as received:
-        _write_status(state, {"state": "starting", "log": str(log_path.absolute())})
         try:
+            received.interrupt_from_here()
+            _write_status(state, {"state": "starting", "log": str(log_path.absolute())})
             server = start(repository, log_path=log_path, settings=settings, cache=cache, output=output)
+            # From here on a signal is waited for; it interrupts nothing.
+            received.interrupts = False
         except _Stopped:
+            output.notice("stopped while starting")
+            return 128 + received.number
+        except Exception:
+            # An extension module that is being imported turns whatever a handler raises into an ImportError.
+            if not received.number:
+                raise
             output.notice("stopped while starting")
             return 128 + received.number
         try:
             _write_status(state, _description(server))
-            # From here on a signal is waited for; it interrupts nothing.
-            received.interrupts = False
             if on_ready is not None:
                 on_ready(server)
             while not received.event.wait(0.2):
@@ -94,6 +101,7 @@ def serve(
             output.step(f"server: stopping (running requests get {settings.drain_seconds} s)")
             received.interrupts = True
             server.stop()
+            received.interrupts = False
         except _Stopped:
             output.notice("second signal: stopped without waiting for running requests")
         finally:
@@ -116,8 +124,10 @@ def detach(
         LpxError: whatever ended the start over there.
     """
     output = output or Output.quiet()
-    state.mkdir(parents=True, exist_ok=True)
     daemon_log = state / DAEMON_LOG_NAME
+    with _writable(state):
+        state.mkdir(parents=True, exist_ok=True)
+        daemon_log.open("ab").close()
     call = {
         "repository": str(repository.absolute()),
         "state": str(state.absolute()),
@@ -205,12 +215,19 @@ class _Received:
     def __init__(self) -> None:
         self.event = threading.Event()
         self.number = 0
-        self.interrupts = True
+        self.interrupts = False
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or number
         self.event.set()
         if self.interrupts:
+            self.interrupts = False
+            raise _Stopped
+
+    def interrupt_from_here(self) -> None:
+        """Let a signal raise _Stopped in the main thread, once; one that came already does so now."""
+        self.interrupts = True
+        if self.number:
             self.interrupts = False
             raise _Stopped
 
@@ -228,22 +245,37 @@ def _signals() -> Iterator[_Received]:
 
 
 @contextlib.contextmanager
+def _writable(state: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise HostError(
+            f"{state} cannot be written: {error.strerror}",
+            why="a server's status, lock and logs are kept there",
+            next="make it writable; for a bare repository: lpx serve REPOSITORY --cache-dir FOLDER",
+        ) from error
+
+
+def _who_serves(status: dict[str, Any] | None) -> str:
+    if status is None:
+        # Its lock is held, but its status is not written yet, or gone already.
+        return "this build is served already by another process"
+    if "http_url" not in status:
+        return f"this build is being started already by pid {status['pid']}"
+    return f"this build is served already by pid {status['pid']} at {status['http_url']}"
+
+
+@contextlib.contextmanager
 def _only_one(state: Path) -> Iterator[None]:
     """Hold the lock of a build's server; the status file goes when the lock does."""
-    try:
+    with _writable(state):
         state.mkdir(parents=True, exist_ok=True)
         lock = (state / "server.lock").open("w")
-    except OSError as error:
-        raise HostError(f"{state} cannot be written: {error.strerror}") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            status = read_status(state) or {}
-            raise HostError(
-                f"this build is served already by pid {status.get('pid', '?')} at {status.get('http_url', '?')}",
-                next="lpx serve BUILD --stop",
-            ) from error
+            raise HostError(_who_serves(read_status(state)), next="lpx serve BUILD --stop") from error
         try:
             yield
         finally:

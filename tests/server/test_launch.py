@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import echo_repository
 import pytest
+import tiny_model
+from traces import wait_until
 
 from lpxbuild.errors import HostError, SourceError, ToolError
 from lpxbuild.output import Output
@@ -26,7 +29,9 @@ def listening_addresses(pid: int) -> dict[int, set[str]]:
     """Port → local addresses (hex, as the kernel prints them) on which `pid` listens."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+        # A connection may be closed while we look.
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
     found: dict[int, set[str]] = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -186,3 +191,63 @@ def test_nothing_stays_when_lpx_is_killed(tmp_path, traces):
     assert processes.in_group(int(pid)) == []
     # `traces` looks for the rest.
     time.sleep(0.5)
+
+
+def test_warm_up_is_made_before_the_server_counts_as_ready(tmp_path, traces):
+    repository = echo_repository.make(tmp_path / "repository")
+    settings = ServerSettings(warmup_prompts=3)
+    with start(repository, log_path=tmp_path / "triton.log", settings=settings) as server:
+        # Three, and the one whose answer is looked at.
+        assert server.client.answers_given(10)["preprocessing"] == 4
+
+
+def test_first_generation_without_text_is_a_failure(tmp_path, traces):
+    repository = echo_repository.make(tmp_path / "repository")
+    model = repository / "postprocessing" / "1" / "model.py"
+    model.write_text(model.read_text().replace("np.array(texts,", 'np.array([b""] * len(texts),', 1))
+    with pytest.raises(ToolError, match="ensemble answered its first generation without text"):
+        start(repository, log_path=tmp_path / "triton.log")
+
+
+@pytest.mark.skipif(not embedded.bls_is_safe(), reason="tensorrt_llm_bls is served on Python 3.11 only")
+def test_first_generation_of_the_bls_model_fails(tiny_engine, tmp_path, traces):
+    repository = tiny_model.build_repository(tiny_engine, tmp_path / "repository")
+    model = repository / "tensorrt_llm_bls" / "1" / "model.py"
+    text = model.read_text()
+    assert "def _answers(self, " in text
+    model.write_text(
+        text + "\n\ndef _no(*_):\n    raise ValueError('no steps today')\n\n\nTritonPythonModel._answers = _no\n"
+    )
+    with pytest.raises(ToolError, match=r"first generation of tensorrt_llm_bls failed.*no steps today"):
+        start(repository, log_path=tmp_path / "triton.log")
+
+
+def test_killed_lpx_does_not_wait_for_a_stream_that_nobody_reads(tiny_repository, tmp_path, traces):
+    """Triton keeps a cancelled stream of the ensemble in flight for ever; the guard knows it as the drain does."""
+    program = (
+        "import time\nfrom pathlib import Path\nfrom lpxbuild.server import ServerSettings, start\n"
+        "from tritonclient import grpc\nimport numpy as np\nimport queue\n"
+        f"server = start(Path({str(tiny_repository)!r}), log_path=Path({str(tmp_path / 'triton.log')!r}))\n"
+        "client, answers = grpc.InferenceServerClient(server.grpc_url), queue.Queue()\n"
+        "client.start_stream(lambda result, error: answers.put(error))\n"
+        "inputs = []\n"
+        "for name, value, kind in (('text_input', [[b'abc']], 'BYTES'), ('max_tokens', [[200]], 'INT32'), "
+        "('stream', [[True]], 'BOOL')):\n"
+        "    array = np.array(value, dtype={'BYTES': object, 'INT32': np.int32, 'BOOL': bool}[kind])\n"
+        "    inputs.append(grpc.InferInput(name, array.shape, kind))\n"
+        "    inputs[-1].set_data_from_numpy(array)\n"
+        "client.async_stream_infer('ensemble', inputs)\n"
+        "assert answers.get(timeout=10) is None\n"
+        "client.stop_stream(cancel_requests=True)\n"
+        "print(server.pid, server.runtime.shm_prefix, flush=True)\ntime.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as lpx:
+        pid, prefix = lpx.stdout.readline().split()
+        traces.prefixes.add(prefix)
+        lpx.send_signal(signal.SIGKILL)
+    started = time.monotonic()
+    wait_until(lambda: not processes.in_group(int(pid)), 20, "server gone")
+    # Two reports of the server, a second apart, tell; the drain of 30 s is not waited for.
+    assert time.monotonic() - started < 15
+    assert "in-flight" in (tmp_path / "triton.log").read_text()
+    wait_until(lambda: not traces.left(), 5, "shared memory gone")

@@ -15,7 +15,7 @@ from traces import wait_until
 
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.output import Output
-from lpxbuild.server import ServerSettings, detach, read_status, stop
+from lpxbuild.server import ServerSettings, detach, read_status, serve, serving, stop
 from lpxbuild.server.triton_http import TritonHttp, TritonHttpError
 
 STREAM = {"text_input": "abc", "max_tokens": 30, "stream": True, "exclude_input_in_output": True}
@@ -152,3 +152,45 @@ def test_detached_failure_is_told(tmp_path, traces):
     with pytest.raises(SourceError, match="not a Triton model repository"):
         detach(tmp_path / "nothing", state=tmp_path / "state", output=Output.quiet())
     assert read_status(tmp_path / "state") is None
+
+
+def test_second_start_of_a_build_that_is_being_started(foreground, slow_repository, tmp_path):
+    process, _ = foreground(wait=False)
+    wait_until(lambda: read_status(tmp_path / "state"), 20, "starting")
+    with pytest.raises(HostError, match=f"this build is being started already by pid {process.pid}"):
+        serve(slow_repository, state=tmp_path / "state", output=Output.quiet())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 143
+
+
+@pytest.mark.parametrize("how", [serve, detach])
+def test_state_folder_that_cannot_be_written(tmp_path, how):
+    (tmp_path / "home").write_text("a file, so that not even root can make a folder in it")
+    with pytest.raises(HostError, match=r"home/state cannot be written: Not a directory"):
+        how(tmp_path, state=tmp_path / "home" / "state", output=Output.quiet())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_within_an_import_is_a_stop(tmp_path, monkeypatch, number):
+    def start(*_, **__):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        except BaseException as error:
+            # As numpy's C code does.
+            raise ImportError("numpy._core.umath failed to import") from error
+
+    monkeypatch.setattr(serving, "start", start)
+    output = Output.quiet()
+    assert serve(tmp_path, state=tmp_path / "state", output=output) == 128 + number
+    assert output.notices == ["stopped while starting"]
+    assert read_status(tmp_path / "state") is None
+
+
+def test_failure_without_a_signal_stays_a_failure(tmp_path, monkeypatch):
+    def start(*_, **__):
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(serving, "start", start)
+    with pytest.raises(ImportError, match="no such module"):
+        serve(tmp_path, state=tmp_path / "state", output=Output.quiet())
