@@ -7,6 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from lpxbuild.cli import completion
 from lpxbuild.cli.options import BuildFolder, CacheFolder, Json, Overrides, Quiet
 from lpxbuild.cli.running import running
 
@@ -17,14 +18,21 @@ def register(app: typer.Typer) -> None:
 
 
 def build(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped recipe.")],
+    recipe: Annotated[
+        str, typer.Argument(help="Recipe file, or the name of a shipped recipe.", autocompletion=completion.recipes)
+    ],
     to: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--to", metavar="STAGE", help="Stop after STAGE: source, checkpoint, engine, repository."),
+        typer.Option(
+            "--to",
+            metavar="STAGE",
+            help="Stop after STAGE: source, checkpoint, engine, repository.",
+            autocompletion=completion.stages,
+        ),
     ] = None,
     backend: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--backend", help="Override the recipe's backend."),
+        typer.Option("--backend", help="Override the recipe's backend.", autocompletion=completion.backends),
     ] = None,
     overrides: Overrides = None,
     why: Annotated[

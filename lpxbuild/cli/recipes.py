@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from lpxbuild.cli import completion
 from lpxbuild.cli.options import Json, Quiet
 from lpxbuild.cli.running import running
 
@@ -16,7 +17,10 @@ def register(app: typer.Typer) -> None:
 
 
 def recipes(
-    name: Annotated[Optional[str], typer.Argument(help="Print this recipe's text.")] = None,  # noqa: UP045
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="Print this recipe's text.", autocompletion=completion.shipped),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,35 @@ def test_recipes_are_listed_and_printed() -> None:
     wrong = lpx("recipes", "smollm2-135m-int8-tp4")
     assert wrong.returncode == 2
     assert "lpx recipes smollm2-135m-int8-tp3" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("lpx build smollm2-135m-int8", ["smollm2-135m-int8-tp3"]),
+        ("lpx build ./mi", ["./mine.yaml"]),
+        ("lpx build sub", ["sub/"]),
+        ("lpx build sub/", ["sub/other.yml"]),
+        ("lpx build nowhere/", []),
+        ("lpx build a.yaml --to ", ["source", "checkpoint", "engine", "repository"]),
+        ("lpx build a.yaml --backend op", ["openvino"]),
+        ("lpx recipes smollm2-135m-int8", ["smollm2-135m-int8-tp3"]),
+    ],
+)
+def test_the_shell_completes_recipes_stages_and_backends(tmp_path: Path, typed: str, offered: list[str]) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("mine.yaml", "other.txt", "sub/other.yml"):
+        (tmp_path / name).touch()
+    words = typed.split(" ")
+    code = "import sys; sys.argv[0] = 'lpx'; from lpxbuild.__main__ import main; main()"
+    environment = {"_LPX_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        check=False,
+        timeout=60,
+    )
+    assert (done.stdout.split(), done.stderr) == (offered, "")
