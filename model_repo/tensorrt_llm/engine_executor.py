@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from engine_request import EngineRequest, RequestError
 
+_NO_TOKEN = 2**31 - 1  # beyond every vocabulary
+
 
 @dataclass
 class SequenceTokens:
@@ -79,10 +81,13 @@ def generation_config(request: EngineRequest) -> Any:
     config = openvino_genai.GenerationConfig()
     config.apply_chat_template = False
     config.max_new_tokens = request.max_tokens
-    config.min_new_tokens = request.min_tokens
-    # ignore_eos would also switch the stop ids off; an empty set with eos -1 never ends early.
-    config.eos_token_id = -1
-    config.stop_token_ids = set(request.end_ids)
+    # Where either is left empty, the library puts in the ids of the engine's generation_config.json, for beams also
+    # with ignore_eos.
+    ends = request.end_ids or {_NO_TOKEN}
+    config.eos_token_id = min(ends)
+    config.stop_token_ids = set(ends)
+    if request.end_ids:
+        config.min_new_tokens = request.min_tokens  # bans the end ids, by writing to their logits
     config.repetition_penalty = request.repetition_penalty
     config.presence_penalty = request.presence_penalty
     config.frequency_penalty = request.frequency_penalty

@@ -31,27 +31,43 @@ class PagedExecutor:
         scheduler.cache_size = 0
         scheduler.num_kv_blocks = int(settings["num_kv_blocks"])
         scheduler.max_num_batched_tokens = int(settings["max_num_batched_tokens"])
-        scheduler.max_num_seqs = int(settings["max_num_seqs"])
+        # The library heeds max_num_seqs only without dynamic_split_fuse, and counts beams: places are kept here.
+        self._places = int(settings["max_num_seqs"])
+        scheduler.max_num_seqs = self._places * max(1, int(description["limits"].get("max_beam_width", 1)))
         scheduler.enable_prefix_caching = bool(settings["enable_prefix_caching"])
         scheduler.dynamic_split_fuse = bool(settings["dynamic_split_fuse"])
         self._blocks = scheduler.num_kv_blocks
+        # A longer prompt would make `step` fail for everybody.
+        self._longest = None if scheduler.dynamic_split_fuse else scheduler.max_num_batched_tokens
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
             str(engine), scheduler, "CPU", dict(description.get("properties", {}))
         )
         self._ignored = openvino_genai.GenerationStatus.IGNORED
         self._unfinished = openvino_genai.GenerationStatus.RUNNING
         self._running: dict[Hashable, _Running] = {}
+        self._waiting: dict[Hashable, tuple[EngineRequest, Any]] = {}  # first come, first served
+        self._gone: list[Event] = []  # cancelled before they had a place
         self._count = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._waiting or self._gone)
 
     def add(self, key: Hashable, request: EngineRequest) -> None:
+        if self._longest is not None and len(request.input_ids) > self._longest:
+            raise RequestError(
+                f"prompt has {len(request.input_ids)} tokens, max_num_tokens is {self._longest} and chunked context off"
+            )
+        config = generation_config(request)
+        if self._waiting or len(self._running) >= self._places:
+            self._waiting[key] = (request, config)
+        else:
+            self._start(key, request, config)
+
+    def _start(self, key: Hashable, request: EngineRequest, config: Any) -> None:
         import numpy
         import openvino
 
-        config = generation_config(request)
         ids = openvino.Tensor(numpy.array([request.input_ids], dtype=numpy.int64))
         self._count += 1
         try:
@@ -61,18 +77,27 @@ class PagedExecutor:
         self._running[key] = _Running(handle, request)
 
     def cancel(self, key: Hashable) -> None:
+        if self._waiting.pop(key, None) is not None:
+            self._gone.append(Event(key, reason=REASON_CANCELLED))
+            return
         running = self._running.get(key)
         if running is not None and not running.cancelled:
             running.cancelled = True
             running.handle.cancel()
 
     def step(self) -> list[Event]:
+        events, self._gone = self._gone, []
+        for key, (request, config) in list(self._waiting.items())[: self._places - len(self._running)]:
+            del self._waiting[key]
+            try:
+                self._start(key, request, config)
+            except RequestError as error:
+                events.append(Event(key, reason=REASON_ERROR, message=str(error)))
         if not self._running:
-            return []
+            return events
         # A cancelled request gives its blocks back in the next step, so step even when only such are left.
         if self._pipeline.has_non_finished_requests():
             self._pipeline.step()
-        events = []
         for key, running in list(self._running.items()):
             event = Event(key, reason=REASON_CANCELLED) if running.cancelled else self._read(key, running)
             if event is None:
@@ -137,3 +162,4 @@ class PagedExecutor:
         if self._pipeline.has_non_finished_requests():
             self._pipeline.step()
         self._running.clear()
+        self._waiting.clear()

@@ -7,6 +7,7 @@ attention, small enough to compile in a second.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 HIDDEN, HEADS, HEAD_SIZE, LAYERS = 32, 2, 16, 2
@@ -128,7 +129,7 @@ def write_engine(
             "num_kv_blocks": num_kv_blocks,
             "dynamic_split_fuse": True,
             "max_num_batched_tokens": 64,
-            "max_num_seqs": 16,
+            "max_num_seqs": max_batch_size,
             "enable_prefix_caching": True,
         },
         "limits": {
@@ -149,13 +150,19 @@ def write_engine(
     return folder
 
 
+@cache
+def _compiled(vocabulary: int, seed: int):
+    import openvino
+
+    properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    return openvino.Core().compile_model(build_model(vocabulary, seed), "CPU", properties)
+
+
 def reference_logits(ids: list[int], vocabulary: int = 96, seed: int = 7):
     """Logits [len(ids), vocabulary] of one whole forward pass of the same graph, float32."""
     import numpy as np
-    import openvino
 
-    compiled = openvino.Core().compile_model(build_model(vocabulary, seed), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    request = compiled.create_infer_request()
+    request = _compiled(vocabulary, seed).create_infer_request()
     length = len(ids)
     request.infer(
         {
