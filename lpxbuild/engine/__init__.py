@@ -54,12 +54,15 @@ class EngineReport:
         precision: "exact" or "fast".
         weight_bytes: size of the stored weights.
         kv_blocks: blocks of the paged KV cache.
+        attention_features: what the model's attention does beyond plain causal attention ("sliding_window"); all of it
+            is executed exactly.
     """
 
     executor: str
     precision: str
     weight_bytes: int
     kv_blocks: int
+    attention_features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

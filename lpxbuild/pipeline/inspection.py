@@ -72,6 +72,7 @@ def _build(path: Path, _output: Output) -> dict[str, Any]:
         "state": manifest.state,
         "backend": manifest.data["backend"],
         "executor": engine.get("executor"),
+        "attention_features": engine.get("attention_features"),
         "precision": engine.get("precision"),
         "source": {name: value for name, value in manifest.data["inputs"].items() if name != "files"},
         "stages": stages,

@@ -181,6 +181,30 @@ def test_attention_features() -> None:
         check_features((), "tensorrt")
 
 
+def test_attention_features_are_named_where_one_looks(tmp_path: Path) -> None:
+    """Engine, manifest and `lpx inspect` say that a window is at work."""
+    from lpxbuild.pipeline import build
+    from lpxbuild.pipeline.inspection import inspect_path
+    from lpxbuild.recipe import Recipe
+
+    recipe = tmp_path / "windowed.yaml"
+    case = CASES / "sliding_window_mistral"
+    limits = "{max_batch_size: 2, max_input_len: 48, max_seq_len: 64, max_num_tokens: 64}"
+    recipe.write_text(
+        f"name: windowed\nmodel: {{source: {case}}}\nbackend: openvino\nlimits: {limits}\n"
+        "runtime: {kv_cache_gib: 0.01}\n"
+    )
+    output = Output.quiet()
+    folders = {"cache_dir": tmp_path / "cache", "build_dir": tmp_path / "build"}
+    result = build(Recipe.load(recipe), recipe_path=recipe, to="engine", output=output, **folders)
+    manifest = json.loads((result.path / "manifest.json").read_text())
+    assert manifest["stages"]["engine"]["report"]["attention_features"] == ["sliding_window"]
+    assert inspect_path(result.path, output=output).data["attention_features"] == ["sliding_window"]
+    assert inspect_path(result.path / "engine", output=output).data["engine"]["attention_features"] == [
+        "sliding_window"
+    ]
+
+
 def test_rotary_frequencies_by_hand() -> None:
     plain, factor = frequencies(4, 10000.0, None, 128)
     assert plain.tolist() == pytest.approx([1.0, 0.01])

@@ -50,7 +50,8 @@ def compile_engine(
     versions = _versions()
     reader = checkpoints.read(checkpoint)
     config = reader.config
-    executor = check_features(attention_features(reader.shape), "openvino")
+    features = attention_features(reader.shape)
+    executor = check_features(features, "openvino")
     weights = MergedWeights(reader, destination)
     blocks = _kv_blocks(weights, limits, runtime)
     _notice_positions(config, limits, output)
@@ -68,6 +69,7 @@ def compile_engine(
         "format_version": 1,
         "backend": "openvino",
         "executor": executor,
+        "attention_features": list(features),
         "precision": runtime.precision,
         "properties": properties,
         "scheduler": {
@@ -102,7 +104,13 @@ def compile_engine(
         shutil.copytree(checkpoint / "tokenizer", destination / "tokenizer")
     weight_bytes = (destination / "openvino_model.bin").stat().st_size
     output.step(f"engine: {weight_bytes / 1e6:.0f} MB of weights, {blocks} KV blocks, executor {executor}")
-    return EngineReport(executor=executor, precision=runtime.precision, weight_bytes=weight_bytes, kv_blocks=blocks)
+    return EngineReport(
+        executor=executor,
+        precision=runtime.precision,
+        weight_bytes=weight_bytes,
+        kv_blocks=blocks,
+        attention_features=features,
+    )
 
 
 def _weight_form(config: dict[str, Any], precision: str) -> WeightForm:
