@@ -56,6 +56,8 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         import openvino_genai as genai
 
+        import lpxbuild.engine.openvino  # noqa: F401  switches OpenVINO's telemetry off
+
         settings = json.loads((folder / "engine.json").read_text())
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 0

@@ -48,7 +48,6 @@ class EmbeddedServer:
         environment = dict(os.environ if base is None else base)
         environment["PATH"] = f"{self.interpreter.parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
         environment["LD_LIBRARY_PATH"] = self.library_path
-        environment["OPENVINO_TELEMETRY_OPT_OUT"] = "1"
         environment.pop("PYTHONPATH", None)
         environment.pop("PYTHONHOME", None)
         return environment
