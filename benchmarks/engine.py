@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+import lpxbuild.engine.openvino  # noqa: F401  before openvino: switches its telemetry off
 from lpxbuild import checkpoint, source
 from lpxbuild.engine import compile_engine
 from lpxbuild.output import Output
@@ -55,8 +56,6 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         import openvino_genai as genai
-
-        import lpxbuild.engine.openvino  # noqa: F401  switches OpenVINO's telemetry off
 
         settings = json.loads((folder / "engine.json").read_text())
         scheduler = genai.SchedulerConfig()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-STANDINS = str(Path(__file__).resolve().parents[1] / "standins")
-sys.path.insert(0, STANDINS)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "standins"))
 from served_modules import CASES, MODEL_REPO
 
 import engine_protocol as protocol  # isort: skip
