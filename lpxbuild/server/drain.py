@@ -23,6 +23,9 @@ REQUESTS_FINISHED = "All models are stopped, unloading models"
 _REPORT = re.compile(r"Timeout \d+: Found \d+ model versions that have in-flight inferences")
 _UNLOADED = re.compile(r"successfully unloaded '(?P<model>[^']+)'")
 _IN_FLIGHT = re.compile(r"Model '(?P<model>[^']+)' \(version \d+\) has \d+ in-flight inferences")
+# One line each second while it waits for clients to close their connections, before it looks at the requests.
+_CONNECTIONS = re.compile(r"Timeout \d+: Found [1-9]\d* HTTP service connections")
+_CONNECTIONS_CLOSED = "Waiting for in-flight requests to complete"
 # Unloading takes Triton about a second for each Python instance of a model; much longer on a host without a free core.
 UNLOAD_SECONDS = 10.0
 UNLOAD_SECONDS_PER_INSTANCE = 3.0
@@ -46,6 +49,11 @@ def forsaken(log: str, ensembles: set[str]) -> bool:
     return all(models and models <= ensembles for models in named)
 
 
+def only_connections(log: str) -> bool:
+    """Whether the server has waited for nothing but open HTTP connections for three reports, a second each."""
+    return _CONNECTIONS_CLOSED not in log and len(_CONNECTIONS.findall(log)) >= 3
+
+
 def drain(
     process: subprocess.Popen[bytes],
     log_path: Path,
@@ -53,6 +61,7 @@ def drain(
     bound: float,
     unload: float,
     exit: float,
+    repaired: bool,
     models: set[str],
     ensembles: set[str],
     engine_idle: Callable[[], bool],
@@ -63,6 +72,7 @@ def drain(
         bound: longest wait, in seconds.
         unload: longest wait for the models' unloading after the last running request has finished.
         exit: longest wait for the end of the process after that.
+        repaired: whether a model was loaded again after a death; Triton keeps the connections of its requests open.
         models: names of the models that have processes.
         ensembles: names of the ensembles.
         engine_idle: whether the engine has no running request.
@@ -81,8 +91,9 @@ def drain(
         if stage == "requests" and REQUESTS_FINISHED in log:
             stage = "unloading"
             deadline = min(last, time.monotonic() + unload)
-        elif stage == "requests" and forsaken(log, ensembles) and engine_idle():
-            return True
+        elif stage == "requests" and (forsaken(log, ensembles) or (repaired and only_connections(log))):
+            if engine_idle():
+                return True
         elif stage == "unloading" and models <= {match["model"] for match in _UNLOADED.finditer(log)}:
             stage = "end"
             deadline = min(last, time.monotonic() + exit)

@@ -179,6 +179,8 @@ class RunningServer:
             bound=self.drain_seconds + guard.DRAIN_MARGIN,
             unload=unload,
             exit=end,
+            # Without an engine host nobody can tell an idle engine from a busy one.
+            repaired=bool(self.repairs) and self.engine_host is not None,
             models={model.name for model in self.models.values() if not model.steps},
             ensembles={model.name for model in self.models.values() if model.steps},
             engine_idle=self._engine_idle,

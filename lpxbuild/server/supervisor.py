@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 NOT_HEALTHY = re.compile(r"Stub process '(?P<instance>\S+)' is not healthy")
 STUB = "triton_python_backend_stub"
 ENGINE_HOST = "engine host"
+ENGINE_MODEL = "tensorrt_llm"
+BLS_MODEL = "tensorrt_llm_bls"
+# An unanswered probe of tensorrt_llm needs no more time than this where the engine has nothing to do.
+IDLE_ENGINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -171,12 +175,21 @@ class Supervisor:
                 else:
                     del self._probes[model]
                     dead.add(model)
+            elif model == ENGINE_MODEL and now - probe.started > IDLE_ENGINE_SECONDS and self._engine_idle():
+                # No long prompt and no queue explains the silence.
+                del self._probes[model]
+                dead.add(model)
         return dead
+
+    def _engine_idle(self) -> bool:
+        host = self._server.engine_host
+        stats = host.stats(timeout=2) if host is not None else None
+        return stats is not None and int(stats["active"]) == 0
 
     def _engine_explains(self, model: str, moment: float) -> bool:
         """Whether the engine made a token since `moment`, or is itself what does not answer (and is ended then)."""
         host = self._server.engine_host
-        if model != "tensorrt_llm" or host is None:
+        if model != ENGINE_MODEL or host is None:
             return False
         stats = host.stats(timeout=min(10.0, self._settings.probe_timeout))
         if stats is None:
@@ -232,6 +245,9 @@ class Supervisor:
         self._stubs = stubs_of(self._server.pid)
         self._probes.pop(name, None)
         self._traffic_at[name] = time.monotonic()
+        if name == BLS_MODEL:
+            # Triton lets tensorrt_llm hang on an answer that the dead process was to take: look at once.
+            self._begin_probe(ENGINE_MODEL)
         # What was logged about the old process says nothing about the new one.
         self._log_position = logs.size(self._server.log_path)
         self._server.output.notice(f"{name} is back after {time.monotonic() - started:.1f} s")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import tiny_model
 
 from lpxbuild.errors import SourceError
-from lpxbuild.server import checks, drain, logs
+from lpxbuild.server import checks, drain, logs, supervisor
 from lpxbuild.server.drain import forsaken
 from lpxbuild.server.probes import Traffic
 
@@ -32,6 +35,15 @@ def test_ensemble_alone_in_flight_is_forsaken():
     assert not forsaken(report(29, "ensemble") + report(28, "ensemble", "tensorrt_llm") + report(27), ensembles)
     assert not forsaken(report(29, "tensorrt_llm") + report(28, "tensorrt_llm") + report(27), ensembles)
     assert not forsaken("", ensembles)
+
+
+def test_connections_alone_are_waited_for_only_so_long():
+    line = 'I1201 http_server.cc:248] "Timeout {}: Found 2 HTTP service connections"\n'
+    assert not drain.only_connections(line.format(29) + line.format(28))
+    assert drain.only_connections(line.format(29) + line.format(28) + line.format(27))
+    closed = 'I1201 server.cc:305] "Waiting for in-flight requests to complete."\n'
+    assert not drain.only_connections(line.format(29) + line.format(28) + line.format(27) + closed)
+    assert not drain.only_connections(line.format(29).replace("2 HTTP", "0 HTTP") * 3)
 
 
 # Writes what Triton writes while it stops, and ends seconds after its last model, as on a host without a free core.
@@ -57,7 +69,7 @@ def test_end_of_a_slow_server_is_waited_for(tmp_path, exit, status):
         try:
             while not log.read_text():
                 pass
-            arguments = {"bound": 35, "unload": 5, "exit": exit, "models": {"a"}, "ensembles": set()}
+            arguments = {"bound": 35, "unload": 5, "exit": exit, "repaired": False, "models": {"a"}, "ensembles": set()}
             assert drain.drain(process, log, **arguments, engine_idle=lambda: True)
             assert process.returncode == status
         finally:
@@ -78,6 +90,26 @@ def test_traffic_is_what_others_got():
     # Loaded again: counters begin anew, and what they count from then on is traffic.
     traffic.update({"postprocessing": 0, "tensorrt_llm": 2})
     assert traffic.update({"postprocessing": 1, "tensorrt_llm": 2}) == {"postprocessing", "tensorrt_llm"}
+
+
+@pytest.mark.parametrize(("active", "dead"), [(0, {"tensorrt_llm"}), (1, set())])
+def test_silent_model_before_an_idle_engine_is_dead_early(tmp_path, monkeypatch, active, dead):
+    """With the periods that users get: 90 s for a probe, which only a long prompt or a queue can need."""
+    monkeypatch.setattr(supervisor, "IDLE_ENGINE_SECONDS", 0.1)
+    ended = threading.Event()
+    server = SimpleNamespace(
+        pid=0,
+        log_path=tmp_path / "triton.log",
+        models={"tensorrt_llm": None},
+        client=SimpleNamespace(answers_given=lambda timeout: {}, generate=lambda *_: ended.wait(10)),
+        engine_host=SimpleNamespace(stats=lambda timeout: {"active": active}),
+    )
+    watcher = supervisor.Supervisor(server, supervisor.SupervisorSettings())
+    watcher._begin_probe("tensorrt_llm")
+    assert watcher._models_silent() == set()
+    time.sleep(0.2)
+    assert watcher._models_silent() == dead
+    ended.set()
 
 
 def test_useful_lines_leave_out_the_noise_of_a_host_without_gpu(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import signal
 import threading
@@ -14,7 +16,7 @@ import tiny_model
 from traces import nothing_left, wait_until
 
 from lpxbuild.errors import ToolError
-from lpxbuild.server import ServerSettings, SupervisorSettings, processes, start
+from lpxbuild.server import ServerSettings, SupervisorSettings, embedded, processes, start
 from lpxbuild.server.supervisor import stubs_of
 from lpxbuild.server.triton_http import TritonHttpError
 
@@ -22,10 +24,10 @@ QUICK = SupervisorSettings(poll=0.1, probe_every=1.0, probe_timeout=3.0, most_re
 ANSWER = "abcabca"
 
 
-def answers(server) -> bool:
+def answers(server, model: str = "ensemble") -> bool:
     try:
         body = {"text_input": "abc", "max_tokens": 7, "exclude_input_in_output": True}
-        return server.client.generate("ensemble", body, 10)["text_output"] == ANSWER
+        return server.client.generate(model, body, 10)["text_output"] == ANSWER
     except TritonHttpError:
         return False
 
@@ -53,7 +55,13 @@ def repaired(server, before: int, names: list[str], seconds: float) -> None:
     assert server.error is None
 
 
-@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing"])
+BLS = pytest.param(
+    "tensorrt_llm_bls",
+    marks=pytest.mark.skipif(not embedded.bls_is_safe(), reason="tensorrt_llm_bls is served on Python 3.11 only"),
+)
+
+
+@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing", BLS])
 def test_idle_model_that_died_is_loaded_again(server, model):
     before, stubs = len(server.repairs), stubs_of(server.pid)
     os.kill(stubs[f"{model}_0_0"], signal.SIGKILL)
@@ -61,6 +69,8 @@ def test_idle_model_that_died_is_loaded_again(server, model):
     after = stubs_of(server.pid)
     # That model alone: the processes of the others are the same as before.
     assert {name for name in stubs if stubs[name] != after[name]} == {f"{model}_0_0"}
+    if model == "tensorrt_llm_bls":
+        assert answers(server, model)
 
 
 @pytest.mark.parametrize("victim", ["engine host", "tensorrt_llm", "postprocessing"])
@@ -77,6 +87,21 @@ def test_death_while_streaming_is_repaired(server, victim):
         list(events)
     repaired(server, before, [victim], 20)
     # Without its postprocessing, a generation of Triton's ensemble still runs to its end; the others end at once.
+    wait_until(lambda: server.engine_host.stats(timeout=5)["active"] == 0, 15, "engine free")
+
+
+@pytest.mark.skipif(not embedded.bls_is_safe(), reason="tensorrt_llm_bls is served on Python 3.11 only")
+def test_death_of_the_bls_model_while_it_streams_is_repaired(server):
+    before = len(server.repairs)
+    body = {"text_input": "abc", "max_tokens": 30, "stream": True, "exclude_input_in_output": True}
+    events = server.client.generate_stream("tensorrt_llm_bls", body, timeout=3)
+    next(events)
+    os.kill(stubs_of(server.pid)["tensorrt_llm_bls_0_0"], signal.SIGKILL)
+    with pytest.raises(TritonHttpError):
+        list(events)
+    # tensorrt_llm hangs then, on an answer that the dead process was to take: it is noticed and repaired too.
+    repaired(server, before, ["tensorrt_llm_bls", "tensorrt_llm"], 40)
+    assert answers(server, "tensorrt_llm_bls")
     wait_until(lambda: server.engine_host.stats(timeout=5)["active"] == 0, 15, "engine free")
 
 
@@ -133,9 +158,19 @@ def saturate(repository, log_path, traces, seconds: float) -> None:
         # A token a second was made all the time, and nobody was thrown out of the queue.
         assert elapsed * 0.7 <= stats["tokens_total"] - before <= elapsed + 2
         assert stats["active"] >= 64 - elapsed / 4 - 1
-        server.kill()
+        stop_in_time(server, settings.drain_seconds)
     for thread in threads:
         thread.join(10)
+    assert traces.left() == []
+
+
+def stop_in_time(server, drain_seconds: float) -> None:
+    """The stop of a server with a full queue: within its bound (and a little for the clean-up), and nothing is left."""
+    engine_host, began = server.engine_host.pid, time.monotonic()
+    server.stop()
+    assert time.monotonic() - began < drain_seconds + 5 + 2
+    assert processes.in_group(server.pid) == []
+    assert not processes.alive(engine_host)
 
 
 @pytest.mark.slow  # 20 s of waiting is the test: a busy server must not be taken for a dead one
@@ -146,6 +181,46 @@ def test_saturated_server_is_not_dead(slow_repository, tmp_path, traces):
 @pytest.mark.full
 def test_saturated_server_is_not_dead_for_three_minutes(slow_repository, tmp_path, traces):
     saturate(slow_repository, tmp_path / "triton.log", traces, 180)
+
+
+@pytest.mark.slow  # longer than the 15 s after which a silent model is probed, with the periods that users get
+def test_full_real_engine_under_the_default_supervisor(tmp_path, traces):
+    """64 clients before an engine that runs one request at a time, each with its next request at once."""
+    source = tiny_model.make_source(tmp_path / "source")
+    engine = tiny_model.build_engine(source, tmp_path / "built", max_batch_size=1)
+    assert json.loads((engine / "engine.json").read_text())["scheduler"]["max_num_seqs"] == 1
+    repository = tiny_model.build_repository(engine, tmp_path / "repository", max_batch_size=1)
+    settings = ServerSettings(drain_seconds=5)
+    assert settings.supervisor == SupervisorSettings()
+    body = {"text_input": "abc", "max_tokens": 200, "stream": True}
+    ended, busy = threading.Event(), []
+    with start(repository, log_path=tmp_path / "triton.log", settings=settings) as server:
+        traces.prefixes.add(server.runtime.shm_prefix)
+
+        def client() -> None:
+            with contextlib.suppress(TritonHttpError):
+                while not ended.is_set():
+                    list(server.client.generate_stream("ensemble", body, timeout=120))
+
+        threads = [threading.Thread(target=client, daemon=True) for _ in range(64)]
+        for thread in threads:
+            thread.start()
+        tokens = [server.engine_host.stats(timeout=5)["tokens_total"]]
+        for _ in range(9):
+            time.sleep(2)
+            stats = server.engine_host.stats(timeout=5)
+            tokens.append(stats["tokens_total"])
+            busy.append(stats["active"])
+        assert min(busy[1:]) >= 32, busy
+        # Tokens were made in each of these two seconds: nobody was loaded again and nothing stood still.
+        assert all(later > earlier for earlier, later in itertools.pairwise(tokens))
+        assert server.repairs == []
+        assert server.error is None
+        ended.set()
+        stop_in_time(server, settings.drain_seconds)
+    for thread in threads:
+        thread.join(10)
+    assert traces.left() == []
 
 
 @pytest.fixture

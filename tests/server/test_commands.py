@@ -1,4 +1,4 @@
-"""A real `lpx build` that is stopped: while its smoke server runs, and within the conversion of a GGUF file."""
+"""Commands on a build of a tiny model: stopped while the smoke server runs, with a cache folder of one's own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from traces import TEST_MARK, processes_with, wait_until
 
+from lpxbuild import server
+from lpxbuild.output import Output
+from lpxbuild.pipeline import smoking
 from lpxbuild.server.triton_http import TritonHttp, TritonHttpError
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +24,7 @@ RECIPE = {
     "name": "tiny",
     "model": {"source": str(ROOT / "tests" / "cases" / "data" / "baseline")},
     "limits": {"max_batch_size": 2, "max_input_len": 32, "max_seq_len": 64, "max_num_tokens": 32},
+    "serve": {"drain_seconds": 7, "warmup": {"prompts": 2}},
 }
 
 
@@ -75,10 +79,10 @@ def test_stopped_while_the_smoke_server_runs(place, traces, moment, number):
     command = arguments(place / "recipe.yaml", place)
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         try:
-            server = wait_until(lambda: server_processes(mark), 40, "server started")[0]
-            traces.prefixes.add(re.search(r"shm-region-prefix-name=(\S+)", server)[1])
+            started = wait_until(lambda: server_processes(mark), 40, "server started")[0]
+            traces.prefixes.add(re.search(r"shm-region-prefix-name=(\S+)", started)[1])
             if moment == "testing":
-                client = TritonHttp(f"127.0.0.1:{re.search(r'--http-port=([0-9]+)', server)[1]}")
+                client = TritonHttp(f"127.0.0.1:{re.search(r'--http-port=([0-9]+)', started)[1]}")
                 # Past the generations that the start itself makes.
                 wait_until(lambda: answers(client) > 4, 40, "requests of the smoke test")
             process.send_signal(number)
@@ -110,6 +114,38 @@ def test_after_all_that_the_build_succeeds(place, traces):
     assert done.returncode == 0, done.stderr
     assert state(place) == "proven"
     assert (place / "cache" / "triton").is_dir()
+
+
+def test_serve_takes_its_cache_folder(place):
+    command = [sys.executable, "-m", "lpxbuild", "serve", str(place / "build" / "tiny"), "--dry-run", "--json"]
+    command += ["--cache-dir", str(place / "other"), *(f"--{name}-port=0" for name in ("http", "grpc", "metrics"))]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    arguments = json.loads(done.stdout)["command"]
+    assert [text for text in arguments if text.startswith(f"--backend-directory={place / 'other'}/triton/")]
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_smoke_takes_the_recipe_of_the_build_and_its_cache_folder(place, monkeypatch, bare):
+    calls = []
+
+    class Started(Exception):
+        pass
+
+    def start(repository, **given):
+        calls.append((repository, given))
+        raise Started
+
+    monkeypatch.setattr(server, "start", start)
+    target = place / "build" / "tiny" / ("repository" if bare else ".")
+    with pytest.raises(Started):
+        smoking.smoke(str(target), grpc=None, build=None, junit=None, cache_dir=place / "other", output=Output.quiet())
+    [(repository, given)] = calls
+    assert repository == place / "build" / "tiny" / "repository"
+    assert given["cache"] == place / "other"
+    settings = given["settings"]
+    assert (settings.drain_seconds, settings.warmup_prompts) == ((30, 1) if bare else (7, 2))
+    assert given["log_path"].is_relative_to(place / "other" if bare else place / "build")
 
 
 @pytest.mark.skipif(
