@@ -93,9 +93,11 @@ def build_engine(
     tensor: int = 1,
     pipeline: int = 1,
     runtime: Runtime = Runtime(),  # noqa: B008  frozen
+    dtype: str = "float32",
+    quantization: str = "none",
     **limits: int,
 ) -> Path:
-    """Source folder → engine folder, format none, float32, exact."""
+    """Source folder → engine folder; format none, float32 and exact unless said."""
     from lpxbuild import checkpoint, engine, source
     from lpxbuild.output import Output
 
@@ -108,8 +110,8 @@ def build_engine(
     checkpoint.convert(
         checked,
         place / "checkpoint",
-        dtype="float32",
-        quantization_format="none",
+        dtype=dtype,
+        quantization_format=quantization,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         output=output,
