@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class LpxError(Exception):
@@ -17,28 +19,31 @@ class LpxError(Exception):
         what: one sentence naming what was found (file, key, value).
         why: what was expected, or the cause.
         next: the command to run or the edit to make.
+        details: what a program wants to know beside the text; only in the JSON form.
     """
 
     exit_code = 70
 
-    def __init__(self, what: str, *, why: str = "", next: str = "") -> None:
+    def __init__(self, what: str, *, why: str = "", next: str = "", details: Mapping[str, Any] | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.why = why
         self.next = next
+        self.details = details
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.next) if part)
 
-    def as_dict(self) -> dict[str, str | int]:
+    def as_dict(self) -> dict[str, Any]:
         """The form printed by `--json`."""
-        return {
+        document: dict[str, Any] = {
             "error": type(self).__name__,
             "what": self.what,
             "why": self.why,
             "next": self.next,
             "exit_code": self.exit_code,
         }
+        return document if self.details is None else {**document, "details": dict(self.details)}
 
 
 class VerdictError(LpxError):

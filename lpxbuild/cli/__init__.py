@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from lpxbuild.cli import build, cache, init, inspect, recipes, serve, smoke
+from lpxbuild.cli import version as version_command
 
 
 class Commands(TyperGroup):
@@ -63,6 +64,6 @@ def lpx(
     """One YAML recipe turns a Hugging Face checkpoint into a proven, served model."""
 
 
-for module in (init, build, serve, smoke, inspect, recipes):
+for module in (init, build, serve, smoke, inspect, recipes, version_command):
     module.register(app)
 app.add_typer(cache.app, name="cache")

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lpxbuild.pipeline.digest import FileRecord, combined, record_files, tree, with_current_times
+from lpxbuild.output import Advance
+from lpxbuild.pipeline.digest import FileRecord, combined, nothing, record_files, tree, with_current_times
 from lpxbuild.pipeline.placing import write_atomically
 
 FORMAT_VERSION = 1
@@ -97,11 +98,12 @@ class Artifact:
             raise ValueError(f"{folder / RECORD} is not an artifact record: {error!r}") from error
         return artifact
 
-    def problems(self, *, full: bool) -> tuple[list[str], Artifact]:
+    def problems(self, *, full: bool, advance: Advance = nothing) -> tuple[list[str], Artifact]:
         """Compare the files with the record.
 
         Args:
             full: hash every file; otherwise only those whose size or times differ.
+            advance: told the bytes that were hashed.
 
         Returns:
             (one sentence per difference, the artifact with refreshed times).
@@ -122,7 +124,7 @@ class Artifact:
             elif full or not self.files[name].unchanged(status):
                 doubtful.append(name)
         files = dict(self.files)
-        for name, record in zip(doubtful, record_files(self.path / name for name in doubtful)):
+        for name, record in zip(doubtful, record_files((self.path / name for name in doubtful), advance)):
             if record.sha256 == self.files[name].sha256:
                 files[name] = record
             else:

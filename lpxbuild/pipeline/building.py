@@ -159,6 +159,7 @@ class _Build:
             self._carry_over()
             result = self._finish(versions, failure)
             if failure is not None:
+                failure.details = {"path": str(result.path), "state": result.state, "report": failure.evidence}
                 raise failure
             return result
 
@@ -168,7 +169,7 @@ class _Build:
         """The Hugging Face folder of the source, and digests of everything in it."""
         given = self.input
         if given.kind == "gguf":
-            self.files = source_input.digests(given.path, self.remembered, fresh=self.paranoid)
+            self.files = source_input.digests(given.path, self.remembered, fresh=self.paranoid, output=self.output)
             artifact = self._obtain(STAGES[0])
             self.paths["source"] = artifact.path
             return
@@ -183,7 +184,11 @@ class _Build:
         self.paths["source"] = folder
         self.commit = source_input.commit_of(folder) if given.kind == "hub" else None
         self.files = source_input.digests(
-            folder, self.remembered, fresh=self.paranoid, before_reading=lambda: self._before_making(STAGES[1])
+            folder,
+            self.remembered,
+            fresh=self.paranoid,
+            before_reading=lambda: self._before_making(STAGES[1]),
+            output=self.output,
         )
         if self.stages[-1].name == "source":
             self._checked_source()

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lpxbuild.errors import HostError, UsageError
-from lpxbuild.output import Output
+from lpxbuild.output import Advance, Output
 from lpxbuild.pipeline.artifact import FILES, RECORD, Artifact
+from lpxbuild.pipeline.digest import bar, nothing
 from lpxbuild.pipeline.placing import TEMPORARY, exchange, remove_tree, sweep_files, sync_folder, write_atomically
 
 USES = "uses.json"
@@ -138,9 +139,9 @@ class Cache:
             return None
         return artifact if (artifact.stage, artifact.key) == (stage, key) else None
 
-    def check(self, artifact: Artifact, *, full: bool) -> tuple[list[str], Artifact]:
+    def check(self, artifact: Artifact, *, full: bool, advance: Advance = nothing) -> tuple[list[str], Artifact]:
         """Differences between record and files; refreshed times are saved when all is well."""
-        problems, refreshed = artifact.problems(full=full)
+        problems, refreshed = artifact.problems(full=full, advance=advance)
         if not problems and refreshed is not artifact:
             refreshed.save()
         return problems, refreshed
@@ -220,22 +221,26 @@ class Cache:
         anew.
         """
         verdicts = []
-        for folder in self._folders():
-            stage, key = folder.parent.name, folder.name
-            lock = self.lock(stage, key, output=output)
-            try:
-                lock.shared()
-                artifact = self.find(stage, key)
-                if artifact is None:
-                    problems = [] if not folder.exists() else [f"{RECORD} cannot be read"]
-                else:
-                    problems, refreshed = self.check(artifact, full=True)
-                    if problems:
-                        _doubt(refreshed).save()
-                output.step(f"{stage} {key[:12]}: {'damaged' if problems else 'sound'}")
-                verdicts.append(Verdict(stage, key, tuple(problems)))
-            finally:
-                lock.close()
+        folders = self._folders()
+        found = [self.find(folder.parent.name, folder.name) for folder in folders]
+        with bar(output, "cache verify", sum(artifact.size for artifact in found if artifact is not None)) as advance:
+            for folder in folders:
+                stage, key = folder.parent.name, folder.name
+                lock = self.lock(stage, key, output=output)
+                try:
+                    lock.shared()
+                    artifact = self.find(stage, key)
+                    if artifact is None:
+                        problems = [] if not folder.exists() else [f"{RECORD} cannot be read"]
+                    else:
+                        problems, refreshed = self.check(artifact, full=True, advance=advance)
+                        if problems:
+                            _doubt(refreshed).save()
+                    verdicts.append(Verdict(stage, key, tuple(problems)))
+                finally:
+                    lock.close()
+        for verdict in verdicts:  # after the bar, which they would tear
+            output.step(f"{verdict.stage} {verdict.key[:12]}: {'damaged' if verdict.problems else 'sound'}")
         return verdicts
 
     def prune(

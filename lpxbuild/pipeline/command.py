@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 from lpxbuild.errors import UsageError, VerdictError
@@ -103,6 +104,7 @@ def cache_verify(cache_dir: Path | None, *, output: Output) -> None:
             f"{len(damaged)} of {len(verdicts)} artifacts in {cache.root} are damaged",
             why="\n".join(f"{verdict.stage} {verdict.key[:12]}: {'; '.join(verdict.problems)}" for verdict in damaged),
             next="lpx build RECIPE makes what it needs again; lpx cache prune removes what no build shows",
+            details={"cache": str(cache.root), "damaged": [asdict(verdict) for verdict in damaged]},
         )
     output.result(
         {"cache": str(cache.root), "sound": len(verdicts)}, f"{cache.root}: {len(verdicts)} artifacts, all sound"

@@ -13,9 +13,12 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from lpxbuild.output import Advance, Output
 
 BLOCK = 1 << 20
 """Bytes read at a time while hashing."""
@@ -23,8 +26,15 @@ BLOCK = 1 << 20
 PARALLEL_BYTES = 64 << 20
 """From this sum on, files are hashed by two threads (hashlib lets go of the interpreter lock)."""
 
+BAR_BYTES = 32 << 20
+"""From this sum on a progress bar is shown."""
+
 SETTLED_NS = 50_000_000
 """A file younger than this (ns) may change again within one tick of the file system's clock: not remembered."""
+
+
+def nothing(_bytes: int) -> None:
+    """Progress that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +91,37 @@ def with_current_times(folder: Path, files: Mapping[str, FileRecord]) -> dict[st
     return fresh
 
 
-def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
+def sha256_file(path: Path, advance: Advance = nothing) -> str:
+    """Hex SHA-256 of a file's bytes; `advance` is told how many were read."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
+            advance(count)
     return digest.hexdigest()
 
 
-def record_file(path: Path) -> FileRecord:
+def record_file(path: Path, advance: Advance = nothing) -> FileRecord:
     """Hash a file; the recorded times are from before the read, so that a write meanwhile shows later."""
     status = path.stat()
-    return FileRecord.of(sha256_file(path), status)
+    return FileRecord.of(sha256_file(path, advance), status)
 
 
-def record_files(paths: Iterable[Path]) -> list[FileRecord]:
+def record_files(paths: Iterable[Path], advance: Advance = nothing) -> list[FileRecord]:
     """Hash several files, large ones two at a time; order is kept."""
     paths = list(paths)
     if len(paths) > 1 and sum(path.stat().st_size for path in paths) > PARALLEL_BYTES:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(record_file, paths))
-    return [record_file(path) for path in paths]
+            return list(pool.map(lambda path: record_file(path, advance), paths))
+    return [record_file(path, advance) for path in paths]
+
+
+def bar(output: Output | None, label: str, total: int) -> AbstractContextManager[Advance]:
+    """A progress bar for work on so many bytes; none where it is over before it could be read."""
+    return output.progress(label, total) if output is not None and total >= BAR_BYTES else nullcontext(nothing)
 
 
 def tree(folder: Path) -> list[str]:
@@ -143,6 +159,7 @@ class RememberedDigests:
         fresh: bool = False,
         save: bool = True,
         before_reading: Callable[[], None] | None = None,
+        output: Output | None = None,
     ) -> dict[str, str]:
         """SHA-256 per name.
 
@@ -153,6 +170,7 @@ class RememberedDigests:
             fresh: read every file again, whatever is remembered.
             save: remember what was found.
             before_reading: called once if any file has to be read: the moment for cheaper questions.
+            output: shows the progress.
 
         Raises:
             OSError: a file cannot be read.
@@ -173,8 +191,9 @@ class RememberedDigests:
                 to_hash.append(name)
         if to_hash and before_reading is not None:
             before_reading()
-        for name, record in zip(to_hash, record_files(folder / name for name in to_hash)):
-            found[name] = record
+        paths = [folder / name for name in to_hash]
+        with bar(output, f"hash {folder.name}", sum(path.stat().st_size for path in paths)) as advance:
+            found.update(zip(to_hash, record_files(paths, advance)))
         # What another source in the same folder (several .gguf files) needs stays.
         together = {**stored, **found}
         if save and together != stored:

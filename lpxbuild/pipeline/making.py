@@ -13,7 +13,7 @@ from lpxbuild.errors import HostError, LpxError, VerdictError
 from lpxbuild.output import Output
 from lpxbuild.pipeline.artifact import FILES, Artifact
 from lpxbuild.pipeline.cache import Cache, KeyLock
-from lpxbuild.pipeline.digest import record_files, tree
+from lpxbuild.pipeline.digest import bar, record_files, tree
 from lpxbuild.pipeline.host import check_disk
 from lpxbuild.pipeline.keys import key_of, version
 from lpxbuild.pipeline.placing import free_bytes, make_large_files_read_only, remove_tree, room_errors, sync_tree
@@ -105,7 +105,8 @@ class Maker:
             if folder.exists() and not said:
                 self.output.notice(f"{stage.name}: {folder} has no readable record; it is made again")
             return None
-        problems, artifact = self.cache.check(artifact, full=full)
+        with bar(self.output if full else None, f"hash {stage.name}", artifact.size) as advance:
+            problems, artifact = self.cache.check(artifact, full=full, advance=advance)
         if problems:
             if not said:
                 more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -135,7 +136,8 @@ class Maker:
             make_large_files_read_only(destination)
             sync_tree(destination)
             names = tree(destination)
-            records = record_files(destination / name for name in names)
+            with bar(output, f"hash {stage.name}", sum((destination / n).stat().st_size for n in names)) as advance:
+                records = record_files((destination / name for name in names), advance)
             artifact = Artifact(
                 stage=stage.name,
                 key=key,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from lpxbuild.errors import HostError, LpxError
-from lpxbuild.pipeline.digest import BLOCK, tree
+from lpxbuild.output import Advance
+from lpxbuild.pipeline.digest import BLOCK, nothing, tree
 
 LARGE = 1_000_000
 """From this size (bytes) on a file is shared with the cache and read-only; smaller ones are copied."""
@@ -116,11 +117,11 @@ def exchange(new: Path, target: Path) -> Path | None:
     return aside
 
 
-def place_file(original: Path, target: Path) -> str:
+def place_file(original: Path, target: Path, advance: Advance = nothing) -> str:
     """Bring one file of the cache to `target`.
 
     Large files become reflinks or read-only hard links, and copies where the file system has neither; small ones
-    are copies.
+    are copies. `advance` is told the bytes that are in place.
 
     Returns:
         SHA-256 of what a copy wrote, or "" for a link, which has the original's bytes by construction.
@@ -128,9 +129,11 @@ def place_file(original: Path, target: Path) -> str:
     if original.stat().st_size >= LARGE:
         if _reflink(original, target):
             target.chmod(0o444)
+            advance(original.stat().st_size)
             return ""
         try:
             os.link(original, target)
+            advance(original.stat().st_size)
             return ""
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
@@ -140,6 +143,7 @@ def place_file(original: Path, target: Path) -> str:
         while block := source.read(BLOCK):
             digest.update(block)
             copy.write(block)
+            advance(len(block))
     mode = stat.S_IMODE(original.stat().st_mode)
     target.chmod(mode if target.stat().st_size >= LARGE else mode | stat.S_IWUSR)
     return digest.hexdigest()

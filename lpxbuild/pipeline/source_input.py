@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lpxbuild.errors import SourceError
+from lpxbuild.output import Output
 from lpxbuild.pipeline.digest import RememberedDigests
 from lpxbuild.pipeline.placing import write_atomically
 
@@ -101,6 +102,7 @@ def digests(
     fresh: bool,
     save: bool = True,
     before_reading: Callable[[], None] | None = None,
+    output: Output | None = None,
 ) -> dict[str, str]:
     """SHA-256 per file of a source: a Hugging Face folder, or one `.gguf`.
 
@@ -111,10 +113,12 @@ def digests(
     """
     try:
         if path.is_file():
-            return remembered.digests(path.parent, [path.name], fresh=fresh, save=save)
+            return remembered.digests(path.parent, [path.name], fresh=fresh, save=save, output=output)
         names = source_files(path)
         known = hub_digests(path, names)
-        return remembered.digests(path, names, known=known, fresh=fresh, save=save, before_reading=before_reading)
+        return remembered.digests(
+            path, names, known=known, fresh=fresh, save=save, before_reading=before_reading, output=output
+        )
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(
             path.parent if path.is_file() else path

@@ -20,7 +20,7 @@ from lpxbuild.output import Output
 from lpxbuild.pipeline import manifest as manifests
 from lpxbuild.pipeline.artifact import Artifact, ShownArtifact
 from lpxbuild.pipeline.cache import Cache
-from lpxbuild.pipeline.digest import FileRecord, record_file, sha256_file, tree, with_current_times
+from lpxbuild.pipeline.digest import FileRecord, bar, record_file, sha256_file, tree, with_current_times
 from lpxbuild.pipeline.host import check_disk
 from lpxbuild.pipeline.manifest import TEXTS, Manifest
 from lpxbuild.pipeline.placing import (
@@ -192,21 +192,23 @@ class Workspace:
         return None
 
     def _replace(self, stage: str, artifact: Artifact) -> Records:
-        if artifact.path.stat().st_dev != self.root.stat().st_dev:
+        copied_over = artifact.path.stat().st_dev != self.root.stat().st_dev
+        if copied_over:
             check_disk(self.root, artifact.size, f"build/{self.root.name}/{stage}")
         temporary = self.root / f"{TEMPORARY}{stage}-{uuid.uuid4().hex[:12]}"
         temporary.mkdir()
         try:
-            for name, record in artifact.files.items():
-                target = temporary / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                copied = place_file(artifact.path / name, target)
-                if copied and copied != record.sha256:
-                    raise HostError(
-                        f"{artifact.path / name} changed while it was being copied",
-                        why=f"SHA-256 {record.sha256[:12]}… was made, {copied[:12]}… was read",
-                        next="run lpx build again; if it repeats, check the disk (lpx cache verify)",
-                    )
+            with bar(self.output if copied_over else None, f"copy {stage}", artifact.size) as advance:
+                for name, record in artifact.files.items():
+                    target = temporary / name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    copied = place_file(artifact.path / name, target, advance)
+                    if copied and copied != record.sha256:
+                        raise HostError(
+                            f"{artifact.path / name} changed while it was being copied",
+                            why=f"SHA-256 {record.sha256[:12]}… was made, {copied[:12]}… was read",
+                            next="run lpx build again; if it repeats, check the disk (lpx cache verify)",
+                        )
             sync_tree(temporary)
             old = exchange(temporary, self.root / stage)
             if old is not None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
+import pty
+import re
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 
 import pytest
 
-from lpxbuild.errors import HostError
+from lpxbuild.errors import HostError, VerdictError
 from lpxbuild.output import Output
-from lpxbuild.pipeline import digest, placing
+from lpxbuild.pipeline import command, digest, placing
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache, default_root
 
@@ -230,7 +238,7 @@ def test_remembered_digests_are_taken_again_after_any_difference(tmp_path, monke
     first = remembered.digests(folder, ["a"])
     hashed: list[Path] = []
     real = digest.sha256_file
-    monkeypatch.setattr(digest, "sha256_file", lambda path: hashed.append(path) or real(path))
+    monkeypatch.setattr(digest, "sha256_file", lambda path, advance: hashed.append(path) or real(path, advance))
     assert remembered.digests(folder, ["a"]) == first
     assert hashed == []
     assert remembered.digests(folder, ["a"], fresh=True) == first
@@ -249,7 +257,7 @@ def test_two_sources_in_one_folder_do_not_forget_each_other(tmp_path, monkeypatc
     time.sleep(0.06)
     remembered = digest.RememberedDigests(tmp_path / "store")
     known = {name: remembered.digests(tmp_path, [name]) for name in ("a.gguf", "b.gguf")}
-    monkeypatch.setattr(digest, "sha256_file", lambda path: pytest.fail(f"{path} was hashed"))
+    monkeypatch.setattr(digest, "sha256_file", lambda path, _advance: pytest.fail(f"{path} was hashed"))
     assert {name: remembered.digests(tmp_path, [name]) for name in ("a.gguf", "b.gguf")} == known
 
 
@@ -359,3 +367,121 @@ def test_files_of_a_killed_writer_are_swept_those_of_a_living_one_stay(tmp_path)
         assert living.exists()
     assert (tmp_path / "a.json").read_text() == "whole"
     assert placing.sweep_files(tmp_path, ".tmp-*") == 1
+
+
+def test_verify_as_json_lists_what_is_damaged(tmp_path):
+    add(Cache(tmp_path), "engine", "aa", {"a": b"1"})
+    add(Cache(tmp_path), "engine", "bb", {"b": b"1"})
+    (tmp_path / "engine" / "bb" / "files" / "b").write_bytes(b"2")
+    with pytest.raises(VerdictError) as caught:
+        command.cache_verify(tmp_path, output=QUIET)
+    (damaged,) = caught.value.as_dict()["details"]["damaged"]
+    assert (damaged["stage"], damaged["key"]) == ("engine", "bb")
+    assert damaged["problems"][0].startswith("b was changed")
+
+
+# progress ----------------------------------------------------------------------------------------------------------
+
+
+class Bars(Output):
+    """Notes every bar: label → (total, bytes it was moved by)."""
+
+    def __init__(self):
+        super().__init__("quiet")
+        self.bars = {}
+
+    @contextlib.contextmanager
+    def progress(self, label, total):
+        moved = [0]
+
+        def advance(count):
+            moved[0] += count
+
+        yield advance
+        self.bars[label] = (total, moved[0])
+
+
+@pytest.fixture
+def every_size(monkeypatch):
+    monkeypatch.setattr(digest, "BAR_BYTES", 1)
+
+
+def test_hashing_a_source_moves_a_bar_to_its_end(tmp_path, every_size):
+    (tmp_path / "a").write_bytes(b"x" * 3_000_001)
+    (tmp_path / "b").write_bytes(b"x" * 10)
+    output = Bars()
+    digest.RememberedDigests(tmp_path / "store").digests(tmp_path, ["a", "b"], output=output)
+    assert output.bars == {f"hash {tmp_path.name}": (3_000_011, 3_000_011)}
+
+
+def test_verify_moves_a_bar_to_its_end(tmp_path, every_size):
+    cache = Cache(tmp_path)
+    add(cache, "engine", "aa", {"a": b"1" * 2_000_000})
+    add(cache, "engine", "bb", {"b": b"1" * 5})
+    output = Bars()
+    cache.verify(output=output)
+    assert output.bars == {"cache verify": (2_000_005, 2_000_005)}
+
+
+def test_a_copy_moves_a_bar_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(placing, "_reflink", lambda *_: False)
+
+    def other_disk(*_):
+        raise OSError(errno.EXDEV, "other disk")
+
+    monkeypatch.setattr(os, "link", other_disk)
+    (tmp_path / "a").write_bytes(b"x" * 3_000_001)
+    moved = []
+    placing.place_file(tmp_path / "a", tmp_path / "b", moved.append)
+    assert sum(moved) == 3_000_001
+
+
+def test_a_link_counts_as_its_bytes(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 3_000_001)
+    moved = []
+    placing.place_file(tmp_path / "a", tmp_path / "b", moved.append)
+    assert sum(moved) == 3_000_001
+
+
+def test_little_work_shows_no_bar(tmp_path):
+    (tmp_path / "a").write_bytes(b"x")
+    output = Bars()
+    digest.RememberedDigests(tmp_path / "store").digests(tmp_path, ["a"], output=output)
+    assert output.bars == {}
+
+
+def on_a_terminal(place: Path, *arguments: str) -> str:
+    """What `lpx` draws on a terminal of 120 columns."""
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lpxbuild", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        env={**os.environ, "LPX_CACHE": str(place), "TERM": "xterm"},
+    )
+    os.close(terminal)
+    drawn = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while block := os.read(reader, 65536):
+            drawn += block
+    os.close(reader)
+    assert process.wait(timeout=60) == 0
+    return drawn.decode(errors="replace")
+
+
+def test_a_terminal_shows_bytes_up_to_the_total_and_an_estimate(tmp_path):
+    add(Cache(tmp_path), "engine", "aa", {"a": bytes(96_000_000)})
+    drawn = on_a_terminal(tmp_path, "cache", "verify")
+    assert "cache verify" in drawn
+    assert "96.0/96.0 MB" in drawn
+    assert re.search(r"\d:\d\d:\d\d", drawn)
+    quiet = subprocess.run(
+        [sys.executable, "-m", "lpxbuild", "cache", "verify"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LPX_CACHE": str(tmp_path)},
+        check=True,
+    )
+    assert "MB" not in quiet.stderr
+    assert "\x1b" not in quiet.stderr

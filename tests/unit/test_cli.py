@@ -31,7 +31,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert "build" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["init", "build", "serve", "smoke", "inspect", "recipes", "cache"])
+@pytest.mark.parametrize("command", ["init", "build", "serve", "smoke", "inspect", "recipes", "cache", "version"])
 def test_every_command_has_help(command: str) -> None:
     done = lpx(command, "--help")
     assert done.returncode == 0
@@ -101,3 +101,54 @@ def test_the_shell_completes_recipes_stages_and_backends(tmp_path: Path, typed: 
         timeout=60,
     )
     assert (done.stdout.split(), done.stderr) == (offered, "")
+
+
+# --json -----------------------------------------------------------------------------------------------------------
+
+GOOD = [
+    "version", "recipes", "recipes smollm2-135m-int8-tp3", "cache ls", "cache verify", "cache prune --dry-run",
+    "inspect build/tiny", "build r.yaml --to repository", "build r.yaml --why",
+    "serve build/tiny --dry-run --http-port 0 --grpc-port 0 --metrics-port 0",
+]  # fmt: skip
+BAD = [
+    "recipes nope", "inspect nowhere", "build nowhere.yaml", "build r.yaml --to nowhere", "serve nowhere",
+    "smoke nowhere", "serve build/tiny --stop", "serve build/tiny --require-proven", "init nowhere/model",
+    "cache prune --older-than -1", "version --quiet", "build --bogus",
+]  # fmt: skip
+
+
+def test_json_is_one_document_whatever_the_command(tiny_place) -> None:
+    """Every command, ending well and badly, in one process."""
+    code = (
+        "import contextlib, io, json, sys\nfrom lpxbuild.cli import app\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "        try:\n            status = app([*line.split(), '--json']) or 0\n"
+        "        except SystemExit as stop:\n            status = stop.code or 0\n"
+        "    print(json.dumps([line, status, out.getvalue()]))\n"
+    )
+    lines = GOOD + BAD
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        cwd=tiny_place.folder,
+        env=tiny_place.surroundings(),
+        check=False,
+        timeout=120,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line for line, _, _ in answers] == lines, done.stderr
+    for line, status, out in answers:
+        document = json.loads(out)
+        assert (status == 0) == (line in GOOD), (line, status, document)
+        if status:
+            assert document["exit_code"] == status, line
+            assert document["what"], line
+            assert document["next"], line
+
+
+def test_version_as_json_names_versions() -> None:
+    found = json.loads(lpx("version", "--json").stdout)["versions"]
+    assert found["lpx"]
+    assert "openvino" in found

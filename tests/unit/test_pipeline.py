@@ -120,7 +120,7 @@ def test_unchanged_files_are_not_read_again(house, monkeypatch):
     house.build()
     from lpxbuild.pipeline import digest, workspace
 
-    def fail(path):
+    def fail(path, _advance=None):
         raise AssertionError(f"{path} was hashed")
 
     monkeypatch.setattr(digest, "sha256_file", fail)
@@ -327,7 +327,7 @@ def test_paranoid_hashes_sources_and_artifacts_in_full(house, monkeypatch):
 
     hashed = []
     real = digest.sha256_file
-    monkeypatch.setattr(digest, "sha256_file", lambda path: hashed.append(path.name) or real(path))
+    monkeypatch.setattr(digest, "sha256_file", lambda path, advance: hashed.append(path.name) or real(path, advance))
     assert house.build(paranoid=True).made == ()
     assert {"model-00001-of-00002.safetensors", "rank0.safetensors", "openvino_model.bin"} <= set(hashed)
 
@@ -814,3 +814,11 @@ def test_what_was_pruned_between_the_two_locks_is_made_again(house, monkeypatch)
     monkeypatch.setattr(KeyLock, "shared", late)
     assert house.build().state == "proven"
     assert house.ran == ["checkpoint", "engine", "engine", "repository", "smoke"]
+
+
+def test_a_failed_smoke_test_is_a_document_with_path_state_and_report(house):
+    with pytest.raises(VerdictError) as caught:
+        house.build('smoke.prompts=[{"text": "hello", "expect": "FAIL"}]')
+    details = caught.value.as_dict()["details"]
+    assert (details["path"], details["state"]) == (str(house.view), "built, not proven")
+    assert details["report"]["digest"]
