@@ -36,6 +36,8 @@ def _boolean(value: bool) -> str:
 _TOKENIZER = Parameter("tokenizer_dir", "folder", lambda _: "tokenizer")
 _SKIP = Parameter("skip_special_tokens", "boolean", lambda settings: _boolean(settings.skip_special_tokens))
 
+# No recipe key sets exclude_input_in_output (each request says it) and accumulate_tokens (whole text so far in each
+# response of BLS): they are written for those who know them from the official layout and edit the file.
 PARAMETERS: dict[str, tuple[Parameter, ...]] = {
     PREPROCESSING: (
         _TOKENIZER,
@@ -46,13 +48,13 @@ PARAMETERS: dict[str, tuple[Parameter, ...]] = {
         _TOKENIZER,
         Parameter("engine_python", "program", lambda settings: settings.engine_python),
         _SKIP,
-        Parameter("exclude_input_in_output", "boolean", lambda settings: _boolean(settings.exclude_input_in_output)),
+        Parameter("exclude_input_in_output", "boolean", lambda _: "false"),
         Parameter("max_beam_width", "count", lambda settings: str(settings.max_beam_width)),
     ),
     POSTPROCESSING: (_TOKENIZER, _SKIP),
     ENSEMBLE: (),
     BLS: (
-        Parameter("accumulate_tokens", "boolean", lambda settings: _boolean(settings.accumulate_tokens)),
+        Parameter("accumulate_tokens", "boolean", lambda _: "false"),
         Parameter("tensorrt_llm_model_name", "model", lambda _: TENSORRT_LLM),
     ),
 }

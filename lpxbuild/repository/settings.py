@@ -52,7 +52,6 @@ class RepositorySettings:
         engine_python: interpreter of the engine host; "" = first `python3` in the server's PATH.
         server_python: "X.Y" of the Python that the server's stubs embed; decides whether BLS can be served.
         bls: also render tensorrt_llm_bls.
-        accumulate_tokens: BLS sends the whole text so far with each response instead of the new piece.
     """
 
     backend: str = "openvino"
@@ -70,8 +69,6 @@ class RepositorySettings:
     bls: bool = True
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
-    exclude_input_in_output: bool = False
-    accumulate_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what Triton or the backend would accept and then get wrong.

@@ -113,6 +113,14 @@ def test_huge_max_tokens_means_the_room_that_is_left(triton, tokenizer, number):
     assert made(ask(triton, PROMPT, max_tokens=number, min_tokens=room)) == room
 
 
+def test_end_id_minus_one_means_that_nothing_ends_the_text(triton):
+    """This prompt's answer meets the end id before the room is used up."""
+    ended = made(ask(triton, PROMPT, max_tokens=MAX_SEQ))
+    unended = made(ask(triton, PROMPT, max_tokens=MAX_SEQ, min_tokens=MAX_SEQ))
+    assert ended < unended
+    assert made(ask(triton, PROMPT, max_tokens=MAX_SEQ, end_id=-1)) == unended
+
+
 @pytest.mark.parametrize("value", ["5", 1.5, None, [1, 2], {"a": 1}, True])
 def test_max_tokens_of_another_kind_is_refused(tiny_server, value):
     """By Triton's own JSON reader, before any model sees it: 500 and no name of the tensor for all but a list."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
 import sys
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lpxbuild.errors import UsageError
 from lpxbuild.output import Output
+from lpxbuild.pipeline import stages
 from lpxbuild.repository import RepositorySettings, render, validate
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -96,8 +99,6 @@ def test_settings_reach_the_files(engine: Path, tmp_path: Path) -> None:
         engine_python="python3",
         add_special_tokens=False,
         skip_special_tokens=False,
-        exclude_input_in_output=True,
-        accumulate_tokens=True,
     )
     render(engine, tmp_path / "r", chosen, output=Output.quiet())
     configs = {model: configuration(tmp_path / "r", model) for model in MODELS}
@@ -127,13 +128,24 @@ def test_settings_reach_the_files(engine: Path, tmp_path: Path) -> None:
             "tokenizer_dir": "tokenizer",
             "engine_python": "python3",
             "skip_special_tokens": "false",
-            "exclude_input_in_output": "true",
+            "exclude_input_in_output": "false",
             "max_beam_width": "1",
         },
         "postprocessing": {"tokenizer_dir": "tokenizer", "skip_special_tokens": "false"},
         "ensemble": {},
-        "tensorrt_llm_bls": {"accumulate_tokens": "true", "tensorrt_llm_model_name": "tensorrt_llm"},
+        "tensorrt_llm_bls": {"accumulate_tokens": "false", "tensorrt_llm_model_name": "tensorrt_llm"},
     }
+
+
+def test_every_setting_comes_from_the_recipe() -> None:
+    """All but the Python of the server, which the host decides."""
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse(Path(stages.__file__).read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "RepositorySettings"
+    ]
+    given = {keyword.arg for keyword in call.keywords}
+    assert given == {field.name for field in fields(RepositorySettings)} - {"server_python"}
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
