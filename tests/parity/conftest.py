@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,12 @@ from lpxbuild import checkpoint, source
 from lpxbuild.engine import compile_engine
 from lpxbuild.output import Output
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "standins"))
+import served_modules  # noqa: F401
+
+from engine_executor import load_description, load_executor  # isort: skip
+from engine_request import EngineLimits, parse  # isort: skip
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -22,7 +29,7 @@ class Limits:
     max_input_len: int = 96
     max_seq_len: int = 128
     max_num_tokens: int = 64
-    max_beam_width: int = 1
+    max_beam_width: int = 4
 
 
 @dataclass(frozen=True)
@@ -95,40 +102,31 @@ class Generated:
 
 
 class PagedEngine:
-    """An engine folder in ContinuousBatchingPipeline, set up as engine.json says."""
+    """An engine folder run by the executor that Triton's engine host loads."""
 
     def __init__(self, folder: Path) -> None:
-        import openvino_genai as genai
+        description = load_description(folder)
+        self.limits = EngineLimits.from_description(description)
+        self.executor = load_executor(folder, description)
 
-        engine = json.loads((folder / "engine.json").read_text())
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = 0
-        for name, value in engine["scheduler"].items():
-            if name != "cache_size_bytes":
-                setattr(scheduler, name, value)
-        self.pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", engine["properties"])
+    def run(self, requests: list[dict[str, Any]]) -> list[dict[int, Generated]]:
+        """The requests (as "add" messages of the host) side by side; index of the sequence → its tokens."""
+        for number, message in enumerate(requests):
+            self.executor.add(number, parse(message, self.limits))
+        answers: list[dict[int, Generated]] = [{} for _ in requests]
+        while self.executor.busy:
+            for event in self.executor.step():
+                assert event.reason != "error", event.message
+                for sequence in event.sequences:
+                    answer = answers[event.key].setdefault(sequence.index, Generated([], []))
+                    answer.ids.extend(sequence.ids)
+                    answer.log_probs.extend(sequence.log_probs)
+        return answers
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[Generated]:
         """All prompts as one batch; end ids are ignored."""
-        import openvino as ov
-        import openvino_genai as genai
-
-        config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
-        config.logprobs, config.apply_chat_template = 1, False
-        handles = [
-            self.pipeline.add_request(number, ov.Tensor(np.array([prompt], np.int64)), config)
-            for number, prompt in enumerate(prompts)
-        ]
-        answers = [Generated([], []) for _ in prompts]
-        while self.pipeline.has_non_finished_requests():
-            self.pipeline.step()
-            for handle, answer in zip(handles, answers):
-                while handle.can_read():
-                    for output in handle.read().values():
-                        answer.ids.extend(output.generated_ids)
-                        answer.log_probs.extend(output.generated_log_probs)
-        return answers
+        settings = {"max_tokens": tokens, "end_ids": [], "log_probs": True}
+        return [answer[0] for answer in self.run([{"input_ids": prompt, **settings} for prompt in prompts])]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Greedy tokens and log-probabilities of the paged pipeline against transformers in float32."""
+"""Greedy tokens, log-probabilities and beams of the shipped executor against transformers in float32."""
 
 from __future__ import annotations
 
@@ -58,6 +58,27 @@ def test_requests_of_a_batch_do_not_touch_each_other(tiny_models: Path, compile_
     prompts = [ids[start : start + length] for start, length in ((0, 24), (5, 3), (10, 60), (40, 1), (2, 33))]
     alone = [engine.greedy([prompt], 16)[0].ids for prompt in prompts]
     assert [answer.ids for answer in engine.greedy(prompts, 16)] == alone
+
+
+def test_beams_equal_transformers(tiny_models: Path, compile_folder, paged) -> None:
+    """Order and tokens of four beams; lengths differ, so length_penalty and early_stopping decide."""
+    reference = json.loads((tiny_models / "llama" / "beams.json").read_text())
+    prompt = np.load(tiny_models / "llama" / "reference.npz")["prompt"].tolist()
+    fields = {"input_ids": prompt, "max_tokens": 12, "end_ids": reference["ends"], "beam_width": 4}
+    settings = [
+        {name: search[name] for name in ("length_penalty", "early_stopping")} for search in reference["searches"]
+    ]
+    answers = paged(compile_folder(tiny_models / "llama", dtype="float32")).run(
+        [{**fields, "num_return_sequences": 4, **setting} for setting in settings]
+    )
+    found = [[answer[index].ids if index in answer else [] for index in range(4)] for answer in answers]
+    expected = [search["sequences"] for search in reference["searches"]]
+    for setting, ours, theirs in zip(settings, found, expected):
+        assert ours == theirs, setting
+    # Each setting makes a difference of its own.
+    early, late = expected[:4], expected[4:]
+    assert early[1] != early[2] != early[3]
+    assert early[3] != late[3]
 
 
 @pytest.mark.parametrize("case", CONVERTING)

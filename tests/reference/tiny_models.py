@@ -1,11 +1,13 @@
 """Run by the reference interpreter: tiny random models, and what transformers computes with them in float32.
 
 usage: tiny_models.py FOLDER   → FOLDER/<name>/ (a Hugging Face folder) with reference.npz inside:
-ids [80], logits [80, vocabulary], prompt [24], greedy [32], log_probs [32] (of the greedy tokens).
+ids [80], logits [80, vocabulary], prompt [24], greedy [32], log_probs [32] (of the greedy tokens). Of llama also
+beams.json: [{length_penalty, early_stopping, sequences: [ids without the end id] best first}] with ends: the end ids.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -58,6 +60,35 @@ MODELS = {
 }
 
 
+BEAMS, BEAM_TOKENS = 4, 12
+
+
+def beams(model: torch.nn.Module, prompt: torch.Tensor) -> dict[str, object]:
+    """Beam searches in which many ids end a sequence, so that lengths differ and both settings matter."""
+    ends = list(range(3, SIZES["vocab_size"], 9))
+    searches = []
+    for early_stopping in (True, False):
+        for length_penalty in (-1.0, 0.0, 1.0, 3.0):
+            found = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=BEAM_TOKENS,
+                do_sample=False,
+                num_beams=BEAMS,
+                num_return_sequences=BEAMS,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+                eos_token_id=ends,
+                pad_token_id=0,
+            )[:, prompt.shape[1] :].tolist()
+            cut = [next((i for i, token in enumerate(row) if token in ends), len(row)) for row in found]
+            sequences = [row[:length] for row, length in zip(found, cut)]
+            searches.append(
+                {"length_penalty": length_penalty, "early_stopping": early_stopping, "sequences": sequences}
+            )
+    return {"ends": ends, "searches": searches}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(2)
     for seed, (name, make) in enumerate(MODELS.items()):
@@ -86,6 +117,9 @@ def main(folder: Path) -> None:
         tokens = greedy.sequences[0, 24:]
         log_probs = torch.log_softmax(torch.stack([step[0] for step in greedy.logits]).double(), -1)
         model.save_pretrained(folder / name)
+        if name == "llama":
+            with torch.no_grad():
+                (folder / name / "beams.json").write_text(json.dumps(beams(model, prompt)))
         np.savez(
             folder / name / "reference.npz",
             ids=ids[0].numpy(),
