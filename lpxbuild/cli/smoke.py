@@ -34,7 +34,7 @@ def smoke(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Smoke-test a served model over HTTP and gRPC; any failure exits 1."""
+    """Smoke-test a served model over HTTP and gRPC; any failure exits 1, and takes the proof from the build tested."""
     with running(json, quiet) as output:
         from lpxbuild.pipeline.smoking import smoke as run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,7 +37,7 @@ def place(tiny_place, tmp_path: Path):
     shutil.copytree(tiny_place.folder / "build", tmp_path / "build")
     (tmp_path / "model").symlink_to(tiny_place.folder / "model")
     shutil.copy(tiny_place.folder / "r.yaml", tmp_path)
-    return type(tiny_place)(tmp_path, {"LPX_CACHE": str(tiny_place.folder / "cache")})
+    return type(tiny_place)(tmp_path, {"LPX_CACHE": str(tiny_place.folder / "cache"), "HF_TOKEN": SECRET})
 
 
 # serve ------------------------------------------------------------------------------------------------------------
@@ -87,6 +88,14 @@ def detached(place) -> Iterator[tuple]:
         place.lpx("serve", "build/tiny", "--stop")
 
 
+def told_to_others(folder: Path) -> Iterator[tuple[str, str]]:
+    """What a server makes others see: files of its build, logs, command lines of all processes."""
+    for path in (*folder.rglob("*"), *Path("/proc").glob("[0-9]*/cmdline")):
+        with contextlib.suppress(OSError):  # ended meanwhile, or a socket
+            if path.is_file():
+                yield str(path), path.read_bytes().decode(errors="replace")
+
+
 def test_detach_log_smoke_by_address_and_stop(detached):
     place, status, log = detached
     url = f"http://{status['http_url'].removeprefix('http://')}/v2/models/ensemble/generate"
@@ -94,6 +103,7 @@ def test_detach_log_smoke_by_address_and_stop(detached):
     with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as answer:
         assert json.load(answer)["text_output"]
     assert "ensemble" in log.read_text(errors="replace")
+    assert [name for name in told_to_others(place.folder) if SECRET in name[1]] == []
     address = status["http_url"].removeprefix("http://")
     grpc = status["grpc_url"].removeprefix("http://")
     smoke = place.lpx("smoke", address, "--grpc", grpc, "--build", "build/tiny", "--json")
