@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -338,20 +337,6 @@ def _quiet_environment() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def _remove_own_folder(directory: Path) -> None:
-    """Leave nothing in the temporary folder; a named folder ($LPX_ENGINE_DIR) belongs to whoever named it."""
-    with contextlib.suppress(OSError):
-        (directory / protocol.SOCKET_NAME).unlink()
-    if os.environ.get(protocol.DIRECTORY_VARIABLE):
-        return
-    starting = protocol.FileLock(directory / protocol.START_LOCK)
-    if starting.acquire(wait=False):
-        shutil.rmtree(directory, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            directory.parent.rmdir()
-        starting.release()
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Serve an engine on a unix socket.")
     parser.add_argument("--engine", type=Path, required=True)
@@ -401,7 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             (directory / protocol.SOCKET_NAME).unlink()
         return 1
-    _remove_own_folder(directory)
+    protocol.remove_own_folder(directory)
     lock.release()
     return 0
 

@@ -26,6 +26,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
 import struct
@@ -189,3 +190,17 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def remove_own_folder(directory: Path) -> None:
+    """Leave nothing in the temporary folder; a named folder ($LPX_ENGINE_DIR) belongs to whoever named it."""
+    with contextlib.suppress(OSError):
+        (directory / SOCKET_NAME).unlink()
+    if os.environ.get(DIRECTORY_VARIABLE):
+        return
+    starting = FileLock(directory / START_LOCK)
+    if starting.acquire(wait=False):
+        shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            directory.parent.rmdir()
+        starting.release()
