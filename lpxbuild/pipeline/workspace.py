@@ -167,6 +167,12 @@ class Workspace:
             self.output.notice(f"{self.root / what} was missing{more}; restored from the cache")
         if complete and found.keys() == artifact.files.keys() and folder.is_dir():
             return found
+        if isinstance(artifact, ShownArtifact):
+            raise HostError(
+                f"{folder} changed while this build looked at it",
+                why="only this folder had it; what was changed by hand is in kept/",
+                next="run the same command again",
+            )
         return self._replace(stage, artifact)
 
     def _ours(

@@ -822,3 +822,19 @@ def test_a_failed_smoke_test_is_a_document_with_path_state_and_report(house):
     details = caught.value.as_dict()["details"]
     assert (details["path"], details["state"]) == (str(house.view), "built, not proven")
     assert details["report"]["digest"]
+
+
+def test_an_engine_that_changes_while_a_build_looks_at_it_is_not_half_kept(house, monkeypatch):
+    house.build()
+    shutil.rmtree(house.cache)
+    real = building.Workspace.shown
+
+    def changed_after(workspace, old, stage, **options):
+        found = real(workspace, old, stage, **options)
+        if stage == "engine":
+            (house.view / stage / "engine.json").write_text("mine")
+        return found
+
+    monkeypatch.setattr(building.Workspace, "shown", changed_after)
+    with pytest.raises(HostError, match="changed while"):
+        house.build(to="checkpoint")
