@@ -14,6 +14,9 @@ from lpxbuild.repository import RepositorySettings
 from lpxbuild.smoke import Endpoints, run
 from lpxbuild.smoke.client import BLS, ENSEMBLE, RequestFailed, TritonClient
 
+# Over 20 s on a busy machine: the reference environment imports torch.
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "reference" / "beam_search.py"
 PROMPT = "The quick brown fox"
 TOKENS = 16
