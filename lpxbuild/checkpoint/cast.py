@@ -43,7 +43,7 @@ def cast(source: Array, target: Array) -> Overflow | None:
         else:
             np.copyto(target, source, casting="unsafe")
             suspicious = target.dtype.itemsize == 2 and (
-                int((target.view(np.uint16) & 0x7FFF).max(initial=0)) >= _infinity_bits(target.dtype.name)
+                int((target.view(np.uint16) & 0x7FFF).max(initial=0)) >= infinity_bits(target.dtype.name)
             )
         if not suspicious:
             return None
@@ -58,8 +58,10 @@ def _type(name: str) -> np.dtype[Any]:
 
 
 @cache
-def _infinity_bits(name: str) -> int:
-    return int(np.array(np.inf, np.float32).astype(_type(name)).view(np.uint16))
+def infinity_bits(name: str) -> int:
+    """The bits of infinity of a numpy dtype's name; those of NaN are larger, those of finite magnitudes smaller."""
+    dtype = _type(name)
+    return int(np.array(np.inf, np.float32).astype(dtype).view(f"u{dtype.itemsize}"))
 
 
 @cache

@@ -8,7 +8,8 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
 from lpxbuild.checkpoint.config import trtllm_config
-from lpxbuild.checkpoint.layout import RankTensor, plan
+from lpxbuild.checkpoint.layout import Piece, RankTensor, plan
 from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk, fitting_workers, gigabytes
+from lpxbuild.checkpoint.statistics import Extent
 from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources, Stopped, transfer
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.output import Output
@@ -89,7 +91,7 @@ def convert(
     total = sum(file.size for file in files.values())
     workers = _plan_resources(source, tensors, destination, total, workers, output)
     with output.progress("checkpoint", total - sum(len(file.header) for file in files.values())) as advance:
-        overflows = _write(source, tensors, files, stored, workers, advance)
+        overflows, extents = _write(source, tensors, files, stored, workers, advance)
     _carry_tokenizer(source, destination)
     config = trtllm_config(
         shape,
@@ -109,6 +111,7 @@ def convert(
     text = json.dumps(config, indent=2) + "\n"
     _guarded(destination / "config.json", partial((destination / "config.json").write_text, text))
     _notice_overflows(overflows, dtype, output)
+    _notice_non_finite(extents, output)
     used = {piece.source for tensor in tensors for piece in tensor.pieces}
     report = ConversionReport(
         dtype=dtype,
@@ -117,6 +120,7 @@ def convert(
         ranks=tuple(RankStatistics(file.path.name, file.size, len(by_rank[rank])) for rank, file in files.items()),
         casts=dict(Counter(kind for name in used if (kind := source.tensors[name].dtype) != stored)),
         overflows=overflows,
+        extents=extents,
         workers=workers,
         memory_needed=workers * WORKER_BYTES,
         seconds=time.perf_counter() - started,
@@ -181,7 +185,7 @@ def _write(
     dtype: str,
     workers: int,
     advance: Advance,
-) -> tuple[OverflowedTensor, ...]:
+) -> tuple[tuple[OverflowedTensor, ...], dict[str, Extent]]:
     sources = Sources(source.tensors)
     descriptors: dict[int, int] = {}
     try:
@@ -189,20 +193,29 @@ def _write(
             descriptors[rank] = _guarded(file.path, file.create)
         stop = Event()
         found: list[OverflowedTensor] = []
+        extents: dict[Piece, Extent] = {}
 
         def work(tensor: RankTensor) -> None:
             file = files[tensor.rank]
             try:
-                overflow = transfer(
+                overflow, seen = transfer(
                     tensor, sources, descriptors[tensor.rank], file.offsets[tensor.name], dtype, advance, stop
                 )
             except OSError as error:
                 raise _host_error(file.path, error) from error
+            # Several ranks may hold the same piece; it is counted once.
+            extents.update({replace(piece, at=0): extent for piece, extent in seen.items()})
             if overflow is not None:
                 found.append(OverflowedTensor(tensor.rank, tensor.name, overflow.count, overflow.largest))
 
         _run(tensors, work, workers, stop)
-        return tuple(sorted(found, key=lambda item: (item.rank, item.tensor)))
+        by_tensor: dict[str, list[Extent]] = {}
+        for piece, extent in extents.items():
+            by_tensor.setdefault(piece.source, []).append(extent)
+        return (
+            tuple(sorted(found, key=lambda item: (item.rank, item.tensor))),
+            {name: Extent.joined(by_tensor[name]) for name in sorted(by_tensor)},
+        )
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -271,6 +284,17 @@ def _notice_overflows(overflows: Sequence[OverflowedTensor], dtype: str, output:
         f"checkpoint: {count} number(s) in {len(overflows)} tensor(s) are too large for {dtype} and became infinite "
         f"(largest {worst.largest:g}, in {worst.tensor} of rank {worst.rank}); set model.dtype to bfloat16 or float32"
     )
+
+
+def _notice_non_finite(extents: Mapping[str, Extent], output: Output) -> None:
+    broken = {name: extent.non_finite for name, extent in extents.items() if extent.non_finite}
+    if broken:
+        first = next(iter(broken))
+        more = f" and {len(broken) - 1} more tensor(s)" if len(broken) > 1 else ""
+        output.notice(
+            f"checkpoint: the source has {sum(broken.values())} weight(s) that are NaN or infinite, in {first}{more}; "
+            "answers will be wrong: get the model's files again"
+        )
 
 
 def _guarded(path: Path, action: Callable[[], T]) -> T:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lpxbuild.checkpoint.statistics import Extent
+
 
 @dataclass(frozen=True)
 class RankStatistics:
@@ -34,6 +36,7 @@ class ConversionReport:
         ranks: the rank files.
         casts: source type → number of source tensors that were cast from it ({} = all copied).
         overflows: tensors that lost numbers in the cast.
+        extents: source tensor → its largest finite magnitude, and how many of its numbers are NaN or infinite.
         workers: threads that worked.
         memory_needed: anonymous bytes planned for all workers.
         seconds: wall time.
@@ -45,6 +48,7 @@ class ConversionReport:
     ranks: tuple[RankStatistics, ...]
     casts: dict[str, int] = field(default_factory=dict)
     overflows: tuple[OverflowedTensor, ...] = ()
+    extents: dict[str, Extent] = field(default_factory=dict)
     workers: int = 1
     memory_needed: int = 0
     seconds: float = 0.0

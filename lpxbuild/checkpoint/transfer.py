@@ -16,11 +16,12 @@ import numpy as np
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, Overflow, cast
 from lpxbuild.checkpoint.layout import Piece, RankTensor
+from lpxbuild.checkpoint.statistics import Extent, extent
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.source.records import TensorEntry
 
-WRITE_BLOCK = 16 << 20
-"""Bytes written by one call straight from the mapping."""
+WRITE_BLOCK = 1 << 20
+"""Bytes looked at and written by one call straight from the mapping: they stay in the processor's cache."""
 COPY_BLOCK = 2 << 20
 """Bytes of the block through which casts and strided slices go."""
 WORKER_BYTES = 12 * COPY_BLOCK
@@ -83,7 +84,7 @@ def transfer(
     target_dtype: str,
     advance: Callable[[int], None],
     stop: Event,
-) -> Overflow | None:
+) -> tuple[Overflow | None, dict[Piece, Extent]]:
     """Write one rank tensor at `offset` of the open file `target`; rows without a piece stay as they are (zero).
 
     Args:
@@ -91,21 +92,26 @@ def transfer(
         advance: told the bytes written.
         stop: ends the work between two blocks.
 
+    Returns:
+        what the cast lost, and the extent of every piece's source values.
+
     Raises:
         OSError: writing failed.
     """
     row_bytes = tensor.size // tensor.shape[0] * NUMPY_TYPES[target_dtype].itemsize
     overflows: list[Overflow] = []
+    extents: dict[Piece, Extent] = {}
     for piece in tensor.pieces:
         entry = sources.tensors[piece.source]
         at = offset + piece.at * row_bytes
-        for found in _transfer_piece(
-            piece, entry, sources.descriptor(entry.file), target, at, target_dtype, advance, stop
-        ):
-            overflows.append(found)
+        blocks: list[Extent] = []
+        overflows += _transfer_piece(
+            piece, entry, sources.descriptor(entry.file), target, at, target_dtype, blocks, advance, stop
+        )
+        extents[piece] = Extent.joined(blocks)
     if not overflows:
-        return None
-    return Overflow(sum(found.count for found in overflows), max(found.largest for found in overflows))
+        return None, extents
+    return Overflow(sum(found.count for found in overflows), max(found.largest for found in overflows)), extents
 
 
 def _transfer_piece(
@@ -115,6 +121,7 @@ def _transfer_piece(
     target: int,
     at: int,
     target_dtype: str,
+    extents: list[Extent],
     advance: Callable[[int], None],
     stop: Event,
 ) -> list[Overflow]:
@@ -124,16 +131,31 @@ def _transfer_piece(
     begin = entry.begin + piece.rows[0] * width * source_type.itemsize
     with _Window(source, begin, rows * width * source_type.itemsize) as view:
         if columns == width and entry.dtype == target_dtype:
-            _write_blocks(view, target, at, advance, stop)
+            _copy_straight(view, source_type, target, at, extents, advance, stop)
             return []
         # Offsets of a safetensors file need not be aligned to the element, so rows are cut as bytes.
         matrix = np.frombuffer(view, np.uint8).reshape(rows, width * source_type.itemsize)
         first, last = piece.columns[0] * source_type.itemsize, piece.columns[1] * source_type.itemsize
         step = max(1, COPY_BLOCK // (columns * 4))
         try:
-            return _copy_rows(matrix[:, first:last], step, source_type, target_type, target, at, advance, stop)
+            return _copy_rows(matrix[:, first:last], step, source_type, target_type, target, at, extents, advance, stop)
         finally:
             del matrix
+
+
+def _copy_straight(
+    view: memoryview,
+    dtype: np.dtype[Any],
+    target: int,
+    at: int,
+    extents: list[Extent],
+    advance: Callable[[int], None],
+    stop: Event,
+) -> None:
+    for begin in range(0, len(view), WRITE_BLOCK):
+        block = view[begin : begin + WRITE_BLOCK]
+        extents.append(extent(np.frombuffer(block, dtype)))
+        _write_blocks(block, target, at + begin, advance, stop)
 
 
 def _copy_rows(
@@ -143,6 +165,7 @@ def _copy_rows(
     target_type: np.dtype[Any],
     target: int,
     at: int,
+    extents: list[Extent],
     advance: Callable[[int], None],
     stop: Event,
 ) -> list[Overflow]:
@@ -156,8 +179,10 @@ def _copy_rows(
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         np.copyto(block[:count], matrix[begin : begin + count])
+        values = block[:count].reshape(-1).view(source_type)
+        extents.append(extent(values))
         if cast_block is not block:
-            found = cast(block[:count].reshape(-1).view(source_type), cast_block[:count].reshape(-1).view(target_type))
+            found = cast(values, cast_block[:count].reshape(-1).view(target_type))
             if found is not None:
                 overflows.append(found)
         _write_blocks(cast_block[:count].reshape(-1).data, target, at, advance, stop)
