@@ -67,12 +67,7 @@ def answers(client: TritonHttp) -> int:
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        ("starting", signal.SIGINT),
-        ("testing", signal.SIGINT),
-        ("testing", signal.SIGTERM),
-        ("testing", signal.SIGKILL),
-    ],
+    [("starting", signal.SIGTERM), ("testing", signal.SIGINT), ("testing", signal.SIGKILL)],
 )
 def test_stopped_while_the_smoke_server_runs(place, traces, moment, number):
     mark = os.environ[TEST_MARK]

@@ -153,7 +153,7 @@ def test_first_generation_fails(tmp_path, traces):
     repository = echo_repository.make(tmp_path / "repository")
     model = repository / "preprocessing" / "1" / "model.py"
     model.write_text(model.read_text().replace("responses = []", "raise ValueError('no text today')", 1))
-    with pytest.raises(ToolError, match=r"first generation failed.*no text today"):
+    with pytest.raises(ToolError, match=r"first generation of ensemble failed.*no text today"):
         start(repository, log_path=tmp_path / "triton.log")
 
 

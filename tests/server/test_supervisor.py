@@ -173,9 +173,9 @@ def stop_in_time(server, drain_seconds: float) -> None:
     assert not processes.alive(engine_host)
 
 
-@pytest.mark.slow  # 20 s of waiting is the test: a busy server must not be taken for a dead one
+@pytest.mark.slow  # 12 s of waiting is the test: a busy server must not be taken for a dead one
 def test_saturated_server_is_not_dead(slow_repository, tmp_path, traces):
-    saturate(slow_repository, tmp_path / "triton.log", traces, 20)
+    saturate(slow_repository, tmp_path / "triton.log", traces, 12)
 
 
 @pytest.mark.full
