@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "standins"))
 import served_modules  # noqa: F401
 
 from engine_executor import load_description, load_executor  # isort: skip
-from engine_request import EngineLimits, RequestError, parse  # isort: skip
+from engine_request import EngineLimits, EngineRequest, RequestError, parse  # isort: skip
 from tiny_engine import reference_logits, write_engine  # isort: skip
 
 PROMPT = list(range(5, 25))
@@ -173,7 +174,7 @@ def misfit(counts: Any, chances: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "settings",
     [
         {"temperature": 0.5, "top_p": 1.0},
         {"temperature": 3.0, "top_p": 1.0},
@@ -183,13 +184,13 @@ def misfit(counts: Any, chances: Any) -> float:
     ],
     ids=str,
 )
-def test_samples_follow_their_distribution(fields: dict[str, Any], engine: Engine) -> None:
-    answers = engine.run(*({**fields, "seed": seed, "max_tokens": 1} for seed in range(DRAWS)))
+def test_samples_follow_their_distribution(settings: dict[str, Any], engine: Engine) -> None:
+    answers = engine.run(*({**settings, "seed": seed, "max_tokens": 1} for seed in range(DRAWS)))
     counts = np.bincount([answer.ids[0][0] for answer in answers], minlength=96)
-    assert misfit(counts, distribution(**fields)) < 4
-    for left_out in fields:
-        others = {name: value for name, value in fields.items() if name != left_out}
-        if left_out != "top_p" or fields["top_p"] < 1:
+    assert misfit(counts, distribution(**settings)) < 4
+    for left_out in settings:
+        others = {name: value for name, value in settings.items() if name != left_out}
+        if left_out != "top_p" or settings["top_p"] < 1:
             assert misfit(counts, distribution(**others)) > 20, left_out
 
 
@@ -291,3 +292,37 @@ def test_requests_that_outgrow_the_cache_together_take_turns(pieces: bool, tmp_p
     assert [answer.reason for answer in answers] == ["length", "length"]
     for prompt, answer in zip(prompts, answers):
         assert answer.ids == engine.run({"input_ids": prompt, "max_tokens": 96})[0].ids
+
+
+# --- nothing that a request may say is without a test of its effect ---------------------------------------------------
+
+BEAMS = "tests/parity/test_engine_paged.py::test_beams_equal_transformers"
+HOST = "tests/unit/test_engine_host.py::"
+HERE = "tests/unit/test_engine_executor.py::"
+# Field of EngineRequest -> the test that fails when the executor drops it.
+SHOWN = {
+    "input_ids": HERE + "test_penalties_follow_their_formulas",
+    "max_tokens": HERE + "test_a_request_joins_the_running_batch",
+    "end_ids": HERE + "test_only_the_end_ids_of_the_request_end_it",
+    "min_tokens": HOST + "test_min_tokens_bans_every_end_id",
+    "sampling": HERE + "test_a_cold_temperature_is_greedy",
+    "temperature": HERE + "test_samples_follow_their_distribution",
+    "top_k": HERE + "test_samples_follow_their_distribution",
+    "top_p": HERE + "test_samples_follow_their_distribution",
+    "repetition_penalty": HERE + "test_penalties_follow_their_formulas",
+    "presence_penalty": HERE + "test_penalties_follow_their_formulas",
+    "frequency_penalty": HERE + "test_penalties_follow_their_formulas",
+    "seed": HOST + "test_same_seed_same_output_whatever_else_runs",
+    "beam_width": BEAMS,
+    "num_return_sequences": BEAMS,
+    "length_penalty": BEAMS,
+    "early_stopping": BEAMS,
+    "log_probs": HOST + "test_log_probabilities_are_the_log_softmax_of_the_graph",
+}
+
+
+def test_every_field_of_a_request_has_a_test_of_its_effect() -> None:
+    assert {field.name for field in fields(EngineRequest)} == set(SHOWN)
+    for place in set(SHOWN.values()):
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in (Path(__file__).parents[2] / file).read_text(), place
