@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -82,6 +82,8 @@ def _type(field: FieldInfo) -> str:
             text += f" ≥ {bound.ge}"
         elif isinstance(bound, Gt):
             text += f" > {bound.gt}"
+        elif isinstance(bound, Le):
+            text += f", ≤ {bound.le}"
     return text
 
 

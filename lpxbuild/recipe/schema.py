@@ -99,7 +99,7 @@ class Runtime(Section):
         "`fast` = int8 weights with dynamic quantization, for serving.",
     )
     threads: Count | None = Field(None, description="CPU threads of the embedded engine; default: all cores.")
-    kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    kv_cache_gib: Annotated[float, Field(gt=0, le=65536, allow_inf_nan=False)] = Field(
         1.0, description="Size of the paged KV cache in GiB."
     )
     enable_kv_cache_reuse: bool = Field(True, description="Share KV blocks of equal prompt beginnings.")

@@ -145,6 +145,16 @@ def _stop_words(tensors: Tensors, row: int, vocabulary: Vocabulary) -> tuple[tup
     return tuple(texts), ids
 
 
+def _count(tensors: Tensors, name: str, row: int) -> int:
+    """A count that is 1 where it is not given."""
+    value = _row_value(tensors, name, row)
+    if value is None:
+        return 1
+    if value < 1:
+        raise RequestError(f"{name} is {value}; it must be at least 1")
+    return int(value)
+
+
 def read_rows(tensors: Tensors, limits: EngineLimits, vocabulary: Vocabulary) -> list[PromptRequest]:
     """The prompts of a request, checked against the engine's limits. Raises RequestError."""
     if "input_ids" not in tensors:
@@ -169,8 +179,8 @@ def _read_row(
     end_id = _row_value(tensors, "end_id", row)
     # end_id adds to the engine's own set; -1 means, as in TensorRT-LLM, that no id ends the generation.
     ends = [] if end_id == -1 else sorted({*limits.end_ids, *([] if end_id is None else [int(end_id)])})
-    beam_width = _row_value(tensors, "beam_width", row) or 1
-    sequences = _row_value(tensors, "num_return_sequences", row) or 1
+    beam_width = _count(tensors, "beam_width", row)
+    sequences = _count(tensors, "num_return_sequences", row)
     if beam_width > 1 and sequences > 1:
         raise RequestError(
             f"num_return_sequences is {sequences} with beam_width {beam_width}; a beam search returns its beams, "

@@ -245,6 +245,8 @@ def test_only_requested_outputs_are_made(models):
         ({"embedding_bias": np.ones((1, 320), dtype=np.float32)}, ["embedding_bias"]),
         ({"beam_width": 2, "streaming": True}, ["streaming", "beam_width 2"]),
         ({"beam_width": 5}, ["5", "4"]),
+        ({"beam_width": 0}, ["beam_width is 0", "at least 1"]),
+        ({"num_return_sequences": 0}, ["num_return_sequences is 0", "at least 1"]),
         ({"beam_width": 2, "num_return_sequences": 2}, ["num_return_sequences"]),
         ({"max_tokens": 0}, ["max_tokens is 0"]),
         ({"prompts": ("a " * 80,)}, ["max_input_len is 64"]),

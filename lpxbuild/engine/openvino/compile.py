@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -132,13 +133,20 @@ def _kv_blocks(weights: MergedWeights, limits: Limits, runtime: Runtime) -> int:
     # GenAI ends a request without a word when its blocks run out, so one request of full length must fit.
     needed = -(-limits.max_seq_len // KV_BLOCK_TOKENS) * limits.max_beam_width + 1
     if blocks < needed:
+        enough = _rounded_up(needed * block / 2**30)
         raise RecipeError(
-            f"the KV cache of {runtime.kv_cache_bytes / 2**30:.2f} GiB holds {blocks * KV_BLOCK_TOKENS} tokens, "
+            f"the KV cache of {runtime.kv_cache_bytes / 2**30:.2g} GiB holds {blocks * KV_BLOCK_TOKENS} tokens, "
             f"fewer than one request of max_seq_len {limits.max_seq_len} with {limits.max_beam_width} beam(s)",
             why=f"{KV_BLOCK_TOKENS} tokens take {block / 1e6:.1f} MB in this model",
-            next=f"set runtime.kv_cache_gib to at least {needed * block / 2**30:.2f}, or lower limits.max_seq_len",
+            next=f"set runtime.kv_cache_gib to at least {enough:g}, or lower limits.max_seq_len",
         )
     return blocks
+
+
+def _rounded_up(value: float) -> float:
+    """Two significant digits, never less than the value."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit) * unit:.2g}")
 
 
 def _notice_positions(config: dict[str, Any], limits: Limits, output: Output) -> None:
