@@ -82,7 +82,7 @@ def _type(field: FieldInfo) -> str:
             text += f" ≥ {bound.ge}"
         elif isinstance(bound, Gt):
             text += f" > {bound.gt}"
-        elif isinstance(bound, Le):
+        elif isinstance(bound, Le) and bound.le != 2**31 - 1:  # what Triton's INT32 holds needs no words
             text += f", ≤ {bound.le}"
     return text
 
