@@ -76,19 +76,19 @@ def serve(
     output = output or Output()
     log_path = log_path or state / LOG_NAME
     with _only_one(state), _signals() as received:
+        server = None
         try:
             received.interrupt_from_here()
             _write_status(state, {"state": "starting", "log": str(log_path.absolute())})
             server = start(repository, log_path=log_path, settings=settings, cache=cache, output=output)
             # From here on a signal is waited for; it interrupts nothing.
             received.interrupts = False
-        except _Stopped:
-            output.notice("stopped while starting")
-            return 128 + received.number
-        except Exception:
-            # An extension module that is being imported turns whatever a handler raises into an ImportError.
+        except (_Stopped, Exception):
+            # With a signal any Exception: an extension module that is being imported makes an ImportError of a stop.
             if not received.number:
                 raise
+            if server is not None:
+                server.kill()
             output.notice("stopped while starting")
             return 128 + received.number
         try:
