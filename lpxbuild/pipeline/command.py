@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def _text(result: BuildResult, build_dir: Path) -> str:
     if result.made and reused:
         how += f"; re-used {', '.join(reused)}"
     text = "\n".join([*_answers(result), f"{shown}: {result.state} ({how})"])
-    return f"{text}\nnext: lpx serve {shown}" if result.state == "proven" else text
+    return f"{text}\nnext: lpx serve {shlex.quote(str(shown))}" if result.state == "proven" else text
 
 
 def _answers(result: BuildResult) -> list[str]:

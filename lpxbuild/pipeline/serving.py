@@ -100,7 +100,7 @@ def serve(
     served = find(build, cache_dir)
     if stop:
         if not lifetime.stop(served.state, output=output):
-            raise UsageError(f"no server of {build} is running", next=f"lpx serve {build}")
+            raise UsageError(f"no server of {build} is running", next=f"lpx serve {shlex.quote(str(build))}")
         output.result({"stopped": str(build)}, f"stopped the server of {build}")
         return
     _say_state(served, require_proven, output)

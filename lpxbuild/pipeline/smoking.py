@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,16 @@ def smoke(
     log: Path | None = None
     if Path(target).exists():
         if build is not None or grpc is not None:
-            raise UsageError("--build and --grpc belong to the address of a server", next=f"lpx smoke {target}")
+            raise UsageError(
+                "--build and --grpc belong to the address of a server", next=f"lpx smoke {shlex.quote(target)}"
+            )
         served = serving.find(Path(target), cache_dir)
         settings = server.ServerSettings(**serving.of_the_recipe(served.manifest))
         log = served.state / "smoke-server.log"
         with server.start(
             served.repository, log_path=log, settings=settings, cache=cache_dir, output=output
         ) as running:
-            endpoints = Endpoints(running.http_url, running.grpc_url)
+            endpoints = Endpoints(running.http_url, running.grpc_url, running.runtime.folder)
             report = run(endpoints, repository=served.repository, prompts=_prompts(served.manifest), output=output)
         if not report.ok and served.manifest is not None and not served.changed:
             evidence.note_failure(Path(target), served.manifest, report, Cache(cache_dir), output=output)

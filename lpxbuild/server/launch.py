@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lpxbuild.errors import HostError, SourceError, ToolError
@@ -106,6 +106,14 @@ def dry_run(
     ports = checks.choose_ports(wanted_ports(settings), settings.address)
     server = embedded.find(cache)
     names = models_to_load(models, output)
+    for path in (repository.absolute(), server.backends):
+        if not _is_speakable(path):
+            raise HostError(
+                f"no command line can serve {path}",
+                why="Triton splits the command line of its Python models at spaces and takes file names for ASCII; "
+                "lpx serve goes around that with a link",
+                next="lpx serve without --dry-run, or move the folder",
+            )
     environment = server.environment({"PATH": os.environ.get("PATH", os.defpath)})
     return command(server, repository.absolute(), names, ports, settings, "lpx_dry_run_"), environment
 
@@ -184,6 +192,8 @@ def _launch(
     mark = secrets.token_hex(8)
     runtime_folder = _runtime_folder()
     shm_prefix = f"lpx_{mark}_"
+    server = replace(server, backends=_speakable(server.backends, runtime_folder))
+    spoken = _speakable(repository, runtime_folder)
     environment = server.environment()
     environment[guard.MARK_VARIABLE] = mark
     environment["LPX_ENGINE_DIR"] = str(runtime_folder)
@@ -216,7 +226,7 @@ def _launch(
         output.step(f"server: starting (log: {log_path})")
         with log_path.open("ab") as log:
             running.process = subprocess.Popen(
-                command(server, repository, names, ports, settings, shm_prefix),
+                command(server, spoken, names, ports, settings, shm_prefix),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -239,6 +249,22 @@ def _runtime_folder() -> Path:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="lpx-", dir="/tmp"))
     return folder
+
+
+def _is_speakable(path: Path) -> bool:
+    return str(path).isascii() and not any(letter.isspace() for letter in str(path))
+
+
+def _speakable(path: Path, runtime_folder: Path) -> Path:
+    """A path that Triton 2.51 can hand to its stubs: itself, or a link to it.
+
+    It splits their command line at spaces, and their embedded Python takes file names for ASCII.
+    """
+    if _is_speakable(path):
+        return path
+    link = runtime_folder / f"link{len(list(runtime_folder.iterdir()))}"
+    link.symlink_to(path, target_is_directory=True)
+    return link
 
 
 def _wait_until_loaded(running: RunningServer, timeout: float) -> None:

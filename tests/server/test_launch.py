@@ -42,6 +42,18 @@ def listening_addresses(pid: int) -> dict[int, set[str]]:
     return found
 
 
+def test_paths_with_spaces_and_letters_beyond_ascii_are_served(tmp_path, traces):
+    """Triton splits its stubs' command line at spaces: without a link the server is never ready."""
+    place = tmp_path / "my modèles"
+    repository = echo_repository.make(place / "repository")
+    settings = ServerSettings(start_seconds=20)
+    with start(repository, log_path=place / "triton.log", cache=place / "cache", settings=settings) as server:
+        traces.prefixes.add(server.runtime.shm_prefix)
+        assert server.client.generate("ensemble", {"text_input": "abc", "max_tokens": 4}, 10)["text_output"] == "abca"
+    with pytest.raises(HostError, match="my modèles"):
+        dry_run(repository, ServerSettings(), Output.quiet())
+
+
 def test_serves_and_leaves_nothing(tmp_path, traces):
     repository = echo_repository.make(tmp_path / "repository")
     with start(repository, log_path=tmp_path / "log" / "triton.log") as server:
