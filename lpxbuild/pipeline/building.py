@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lpxbuild.errors import LpxError, SourceError, UsageError
+from lpxbuild.errors import LpxError, SourceError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import evidence as evidences
 from lpxbuild.pipeline import host, locking, source_input
@@ -20,7 +19,7 @@ from lpxbuild.pipeline.keys import components, key_of, version
 from lpxbuild.pipeline.making import Maker
 from lpxbuild.pipeline.manifest import NOT_PROVEN, PROVEN, Manifest, built_to
 from lpxbuild.pipeline.placing import room_errors
-from lpxbuild.pipeline.source_input import SourceInput
+from lpxbuild.pipeline.source_input import SourceInput, recipe_text
 from lpxbuild.pipeline.stages import NAMES, STAGES, SmokeFailed, Stage, Work, stages_to
 from lpxbuild.pipeline.workspace import LOGS, Workspace
 
@@ -218,8 +217,10 @@ class _Build:
         names = [entry.name for entry in self.stages]
         if "smoke" in names:
             from lpxbuild.server import embedded
+            from lpxbuild.server.checks import check_cache_memory
 
             embedded.find(self.cache.root)
+            check_cache_memory(self.recipe.runtime.kv_cache_bytes)
         if stage.name not in ("checkpoint", "engine"):
             return
         source = self._checked_source()
@@ -345,7 +346,7 @@ class _Build:
         return {name: version(name) for name in sorted(names)}
 
     def _finish(self, versions: Mapping[str, str], failure: SmokeFailed | None) -> BuildResult:
-        texts = {"recipe.yaml": _recipe_text(self.recipe, self.recipe_path)}
+        texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path)}
         evidence: dict[str, Any] = {"ran": []}
         smoke = self.artifacts.get("smoke")
         if failure is not None:
@@ -388,16 +389,6 @@ class _Build:
         }
         result = self.workspace.update(self.artifacts, texts, data, full=self.paranoid)
         return BuildResult(self.workspace.root, result, result.state, tuple(n for n in NAMES if n in self.maker.made))
-
-
-def _recipe_text(recipe: Recipe, path: Path | None) -> str:
-    """The recipe's own text, or its contents as JSON (which is YAML) where it came from Python."""
-    if path is not None:
-        try:
-            return path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"recipe {path} cannot be read: {error.strerror}", next=f"ls -l {path}") from error
-    return json.dumps(recipe.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 
 __all__ = ["BuildResult", "SourceInput", "build"]

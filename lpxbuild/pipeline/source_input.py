@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from lpxbuild.errors import SourceError
+from lpxbuild.errors import SourceError, UsageError
 from lpxbuild.output import Output
 from lpxbuild.pipeline.digest import RememberedDigests
 from lpxbuild.pipeline.placing import write_atomically
+
+if TYPE_CHECKING:
+    from lpxbuild.recipe import Recipe
 
 Kind = Literal["folder", "gguf", "hub"]
 
@@ -170,3 +173,13 @@ def remember_snapshot(given: SourceInput, folder: Path, store: Path) -> None:
     known[f"{given.origin}@{commit}"] = {"folder": str(folder), "files": source_files(folder)}
     store.mkdir(parents=True, exist_ok=True)
     write_atomically(place, json.dumps(known, indent=1), durable=False)
+
+
+def recipe_text(recipe: Recipe, path: Path | None) -> str:
+    """The recipe's own text, or its contents as JSON (which is YAML) where it came from Python."""
+    if path is not None:
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"recipe {path} cannot be read: {error.strerror}", next=f"ls -l {path}") from error
+    return json.dumps(recipe.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"

@@ -103,6 +103,25 @@ def check_engine(repository: Path) -> None:
             why="this version of lpx reads format_version 1",
             next="lpx build RECIPE",
         )
+    check_cache_memory(int(description.get("scheduler", {}).get("cache_size_bytes", 0)))
+
+
+def check_cache_memory(wanted: int, *, available: int | None = None) -> None:
+    """Refuse a KV cache that this host cannot hold; OpenVINO would fail in its own words.
+
+    Args:
+        wanted: bytes of the cache.
+        available: bytes; None asks the host.
+    """
+    from lpxbuild.checkpoint.resources import available_memory, gigabytes
+
+    free = available_memory() if available is None else available
+    if wanted > free:
+        raise HostError(
+            f"the engine's KV cache of {gigabytes(wanted)} is larger than the {gigabytes(free)} of free memory",
+            why="runtime.kv_cache_gib of the recipe says how large it is",
+            next=f"build with --set runtime.kv_cache_gib={max(free / 2**31, 0.01):.2g}",
+        )
 
 
 def check_shared_memory(served: dict[str, ServedModel], *, folder: Path = processes.SHARED_MEMORY) -> None:

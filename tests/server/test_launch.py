@@ -42,6 +42,15 @@ def listening_addresses(pid: int) -> dict[int, set[str]]:
     return found
 
 
+def test_a_cache_larger_than_the_memory_is_refused_with_both_numbers():
+    with pytest.raises(HostError) as caught:
+        checks.check_cache_memory(100 * 10**9, available=16 * 10**9)
+    assert "100" in caught.value.what
+    assert "16" in caught.value.what
+    assert "runtime.kv_cache_gib=7.5" in caught.value.next
+    checks.check_cache_memory(100 * 10**9, available=101 * 10**9)
+
+
 def test_paths_with_spaces_and_letters_beyond_ascii_are_served(tmp_path, traces):
     """Triton splits its stubs' command line at spaces: without a link the server is never ready."""
     place = tmp_path / "my modèles"
