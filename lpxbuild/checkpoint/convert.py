@@ -22,10 +22,11 @@ from lpxbuild.checkpoint.config import trtllm_config
 from lpxbuild.checkpoint.layout import Piece, RankTensor, plan
 from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
-from lpxbuild.checkpoint.resources import check_disk, fitting_workers, gigabytes
+from lpxbuild.checkpoint.resources import check_disk, fitting_workers
 from lpxbuild.checkpoint.statistics import Extent
 from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources, Stopped, transfer
 from lpxbuild.errors import HostError, SourceError
+from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
 from lpxbuild.quantization import check_kv_cache, format_for
 from lpxbuild.source import tokenizer_files

@@ -249,7 +249,7 @@ STAGES: tuple[Stage, ...] = (
         _smoke,
         fields=("smoke", "serve.warmup", "serve.drain_seconds"),
         versions=("openvino", "openvino-genai", "nvidia-pytriton", "tokenizers", "tritonclient"),
-        rooms=("checkpoint", "server", "smoke", "model_repo"),
+        rooms=("server", "smoke", "model_repo"),
         after="repository",
     ),
 )

@@ -113,7 +113,7 @@ def check_cache_memory(wanted: int, *, available: int | None = None) -> None:
         wanted: bytes of the cache.
         available: bytes; None asks the host.
     """
-    from lpxbuild.checkpoint.resources import available_memory, gigabytes
+    from lpxbuild.memory import available_memory, gigabytes
 
     free = available_memory() if available is None else available
     if wanted > free:

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from lpxbuild.checkpoint import convert, resources
-from lpxbuild.checkpoint.resources import available_memory, fitting_workers
+from lpxbuild.checkpoint.resources import fitting_workers
 from lpxbuild.errors import HostError, SourceError
+from lpxbuild.memory import available_memory
 from lpxbuild.output import Output
 from lpxbuild.source import Source
 
