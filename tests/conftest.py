@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 
 # OpenVINO reports its import and writes into the home folder, except where CI is set; children inherit it.
 os.environ["CI"] = "true"
+
+# A run in the background of a script starts with SIGINT ignored, and every child would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "The history of computing hardware covers the developments from early simple devices"
