@@ -34,6 +34,18 @@ def read_from(path: Path, position: int) -> str:
         return ""
 
 
+def whole_lines_from(path: Path, position: int) -> tuple[str, int]:
+    """Finished lines after byte `position`, and the position of the first unfinished one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            data = file.read()
+    except OSError:
+        return "", position
+    data = data[: data.rfind(b"\n") + 1]
+    return data.decode(errors="replace"), position + len(data)
+
+
 def last_useful_lines(path: Path, *, position: int = 0, count: int = 6) -> list[str]:
     """The last lines that name a cause; where none does, simply the last lines."""
     lines = [line.strip() for line in read_from(path, position).splitlines()]

@@ -27,10 +27,10 @@ class ProcessState:
 def state(pid: int) -> ProcessState | None:
     """State of a process, or None where it does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name is in parentheses and may hold anything, also parentheses.
+    # The name is in parentheses and may hold anything: parentheses, and the first half of a letter that was cut.
     fields = text[text.rindex(")") + 2 :].split()
     return ProcessState(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
 

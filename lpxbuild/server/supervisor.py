@@ -109,6 +109,15 @@ class Supervisor:
                 if not self._stop.is_set():
                     self.error = error
                 return
+            except Exception as error:
+                # A watcher that dies without a word would leave a server that only seems to be watched.
+                if not self._stop.is_set():
+                    self.error = LpxError(
+                        f"a bug in lpx: the supervisor failed: {type(error).__name__}: {error}",
+                        why="the server cannot be watched any longer",
+                        next="start it again, and report this",
+                    )
+                return
 
     def _look(self) -> None:
         self._server.raise_if_ended("while it was serving")
@@ -140,8 +149,7 @@ class Supervisor:
             return {}
 
     def _models_named_in_log(self) -> set[str]:
-        text = logs.read_from(self._server.log_path, self._log_position)
-        self._log_position += len(text.encode(errors="replace"))
+        text, self._log_position = logs.whole_lines_from(self._server.log_path, self._log_position)
         named = {model_of(match["instance"]) for match in NOT_HEALTHY.finditer(text)}
         # A late line about a stub that was replaced since is no new death: ask before acting.
         for model in named:

@@ -45,19 +45,19 @@ class TritonHttp:
         With its own configuration, and in it a parameter that was never there before: without a change Triton keeps
         the instances that it has, also when their processes are dead.
         """
-        config = json.loads(self._call("GET", f"/v2/models/{model}/config", timeout=timeout))
+        config = self._json("GET", f"/v2/models/{model}/config", timeout=timeout)
         config.setdefault("parameters", {})[LOAD_PARAMETER] = {"string_value": str(time.time_ns())}
         body = {"parameters": {"config": json.dumps(config)}}
         self._call("POST", f"/v2/repository/models/{model}/load", body, timeout=timeout)
 
     def model_states(self, timeout: float) -> dict[str, str]:
         """Model → READY, UNAVAILABLE, LOADING … of the repository index ("" where it was never loaded)."""
-        index = json.loads(self._call("POST", "/v2/repository/index", timeout=timeout))
+        index = self._json("POST", "/v2/repository/index", timeout=timeout)
         return {entry["name"]: entry.get("state", "") for entry in index}
 
     def answers_given(self, timeout: float) -> dict[str, int]:
         """Model → number of answers so far, each delta of a stream counted: the progress that a busy server makes."""
-        statistics = json.loads(self._call("GET", "/v2/models/stats", timeout=timeout))
+        statistics = self._json("GET", "/v2/models/stats", timeout=timeout)
         found: dict[str, int] = {}
         for entry in statistics["model_stats"]:
             finished = entry.get("inference_stats", {})
@@ -69,14 +69,12 @@ class TritonHttp:
 
     def infer(self, model: str, inputs: list[dict[str, Any]], timeout: float) -> dict[str, Any]:
         """One request to a model that is not decoupled; `inputs` as in the KServe protocol."""
-        answer: dict[str, Any] = json.loads(
-            self._call("POST", f"/v2/models/{model}/infer", {"inputs": inputs}, timeout=timeout)
-        )
+        answer: dict[str, Any] = self._json("POST", f"/v2/models/{model}/infer", {"inputs": inputs}, timeout=timeout)
         return answer
 
     def generate(self, model: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """One request of the generate extension with one answer; works on decoupled models too."""
-        answer: dict[str, Any] = json.loads(self._call("POST", f"/v2/models/{model}/generate", body, timeout=timeout))
+        answer: dict[str, Any] = self._json("POST", f"/v2/models/{model}/generate", body, timeout=timeout)
         # Triton answers some errors with status 200.
         if "error" in answer:
             raise TritonHttpError(str(answer["error"]), 200)
@@ -101,6 +99,13 @@ class TritonHttp:
             raise TritonHttpError(f"stream of {model} broke: {error or type(error).__name__}") from error
         finally:
             connection.close()
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float) -> Any:
+        content = self._call(method, path, body, timeout=timeout)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise TritonHttpError(f"{path}: the answer is not JSON: {error}") from error
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float) -> bytes:
         connection = http.client.HTTPConnection(self.address, timeout=timeout)

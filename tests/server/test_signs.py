@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny_model
 
-from lpxbuild.errors import SourceError
-from lpxbuild.server import checks, drain, logs, supervisor
+from lpxbuild.errors import HostError, SourceError
+from lpxbuild.server import checks, drain, logs, processes, supervisor
 from lpxbuild.server.drain import forsaken
 from lpxbuild.server.probes import Traffic
+from lpxbuild.server.triton_http import TritonHttp, TritonHttpError
 
 
 def report(second: int, *models: str) -> str:
@@ -150,3 +154,55 @@ def test_engine_that_cannot_be_read(tiny_engine, tmp_path, damage, message):
     damage(engine)
     with pytest.raises(SourceError, match=message):
         checks.check_engine(repository)
+
+
+def test_log_lines_are_taken_whole(tmp_path):
+    log = tmp_path / "triton.log"
+    line = b"E1201 Stub process 'tensorrt_llm_0_0' is not healthy.\n"
+    log.write_bytes(b"\xff" * 40 + b"\n" + line[:20])
+    text, position = logs.whole_lines_from(log, 0)
+    # Bytes that are no UTF-8 count as they lie there, and a half-written line waits for its end.
+    assert position == 41
+    assert "Stub" not in text
+    with log.open("ab") as file:
+        file.write(line[20:])
+    text, position = logs.whole_lines_from(log, position)
+    assert text == line.decode()
+    assert position == log.stat().st_size
+    assert logs.whole_lines_from(tmp_path / "none", 7) == ("", 7)
+
+
+def test_a_supervisor_that_fails_says_so(monkeypatch):
+    watched = supervisor.Supervisor(
+        SimpleNamespace(pid=0, log_path=Path("/nowhere")), supervisor.SupervisorSettings(poll=0.01)
+    )
+    monkeypatch.setattr(watched, "_look", lambda: {}["absent"])
+    watched.start()
+    deadline = time.monotonic() + 5
+    while watched.error is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "KeyError" in str(watched.error)
+
+
+def test_a_process_with_half_a_letter_in_its_name_is_read(tmp_path):
+    """The kernel cuts names at 15 bytes, wherever that is."""
+    program = tmp_path / "abcdefghijklmnü"
+    program.symlink_to(shutil.which("sleep"))
+    with subprocess.Popen([program, "5"]) as process:
+        assert processes.alive(process.pid)
+        assert processes.all_states()
+        process.kill()
+
+
+def test_shared_memory_that_cannot_be_written_is_a_lack_of_the_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    with pytest.raises(HostError, match="cannot be used"):
+        checks.check_shared_memory({}, folder=tmp_path)
+
+
+def test_an_answer_that_is_not_json_is_an_error_of_the_server(monkeypatch):
+    client = TritonHttp("127.0.0.1:1")
+    monkeypatch.setattr(TritonHttp, "_call", lambda *_arguments, **_options: b"<html>")
+    for call in (lambda: client.model_states(1), lambda: client.answers_given(1), lambda: client.load("m", 1)):
+        with pytest.raises(TritonHttpError, match="not JSON"):
+            call()
