@@ -15,6 +15,7 @@ from lpxbuild.server import processes
 # shm-default-byte-size of Triton 2.51: one region per Python instance, grown by as much when tensors need it.
 SHM_PER_INSTANCE = 1 << 20
 SHM_MARGIN = 8 << 20
+OPEN_FILES = 512
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,25 @@ def check_shared_memory(served: dict[str, ServedModel], *, folder: Path = proces
             why=f"{instances} model instances with 1 MiB each, and {SHM_MARGIN >> 20} MiB for tensors",
             next=f"docker run --shm-size={max(needed >> 20, 64)}m …, or mount -o remount,size={needed >> 20}m {folder}",
         )
+
+
+def check_open_files() -> None:
+    """With too few file descriptors Triton waits for ever; the limit is raised as far as this user may.
+
+    Raises:
+        HostError: the hard limit is too low.
+    """
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
+            raise HostError(
+                f"only {hard} open files are allowed, {OPEN_FILES} are needed",
+                why="ulimit -n, its hard limit",
+                next=f"raise it: ulimit -Hn {OPEN_FILES}, LimitNOFILE= of the unit, or docker run --ulimit nofile=1024",
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
 
 
 def choose_ports(wanted: dict[str, int], address: str) -> dict[str, int]:

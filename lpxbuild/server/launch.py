@@ -164,6 +164,7 @@ def _check(repository: Path, output: Output) -> dict[str, checks.ServedModel]:
     checks.check_repository(repository)
     checks.check_engine(repository)
     checks.check_shared_memory(models)
+    checks.check_open_files()
     return models
 
 

@@ -206,3 +206,20 @@ def test_an_answer_that_is_not_json_is_an_error_of_the_server(monkeypatch):
     for call in (lambda: client.model_states(1), lambda: client.answers_given(1), lambda: client.load("m", 1)):
         with pytest.raises(TritonHttpError, match="not JSON"):
             call()
+
+
+@pytest.mark.parametrize(("limits", "answer"), [("-Sn 64", "512"), ("-n 64", "only 64 open files")])
+def test_too_few_open_files_are_raised_or_refused(limits, answer):
+    code = (
+        "import resource\n"
+        "from lpxbuild.errors import HostError\n"
+        "from lpxbuild.server.checks import check_open_files\n"
+        "try:\n"
+        "    check_open_files()\n"
+        "    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        "except HostError as error:\n"
+        "    print(error)\n"
+    )
+    command = ["bash", "-c", f'ulimit {limits}; exec "$0" -c "$1"', sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert answer in done.stdout
