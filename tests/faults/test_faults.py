@@ -308,9 +308,9 @@ def test_damage_between_two_real_builds(place, fault):
 class Campaign:
     """Builds in forked children that end or fail at the N-th touch of the file system."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place = place
-        pipeline_stages.install()
+        pipeline_stages.install(monkeypatch)
 
     def build(self, *overrides: str) -> building.BuildResult:
         return building.build(
@@ -380,9 +380,9 @@ def _touches(event: str) -> bool:
     return event != "os.kill" and (event == "open" or event.startswith(("os.", "shutil.", "ctypes.", "fcntl.")))
 
 
-def campaign(place: Path, every: int | None) -> None:
+def campaign(place: Path, monkeypatch: pytest.MonkeyPatch, every: int | None) -> None:
     """Kill at many points of a first build and of a rebuild with another recipe; None takes every point."""
-    tests = Campaign(place)
+    tests = Campaign(place, monkeypatch)
     change = "limits.max_input_len=32"
     reference, other = place / "reference", place / "other"
     for target, overrides in ((reference, ()), (other, (change,))):
@@ -414,18 +414,18 @@ def campaign(place: Path, every: int | None) -> None:
         shutil.rmtree(place / "build")
 
 
-def test_killed_at_some_touches_of_the_file_system(place):
-    campaign(place, 8)
+def test_killed_at_some_touches_of_the_file_system(place, monkeypatch):
+    campaign(place, monkeypatch, 8)
 
 
 @pytest.mark.full
-def test_killed_at_every_touch_of_the_file_system(place):
-    campaign(place, None)
+def test_killed_at_every_touch_of_the_file_system(place, monkeypatch):
+    campaign(place, monkeypatch, None)
 
 
-def disk_campaign(place: Path, points: range) -> int:
+def disk_campaign(place: Path, monkeypatch: pytest.MonkeyPatch, points: range) -> int:
     """Fill the disk at each point; returns at how many of them the build failed."""
-    tests = Campaign(place)
+    tests = Campaign(place, monkeypatch)
     failed = 0
     for point in points:
         status = tests.full_at(point)
@@ -441,13 +441,13 @@ def disk_campaign(place: Path, points: range) -> int:
     return failed
 
 
-def test_disk_full_from_some_writes_on(place):
-    assert disk_campaign(place, range(0, 60, 9)) >= 5
+def test_disk_full_from_some_writes_on(place, monkeypatch):
+    assert disk_campaign(place, monkeypatch, range(0, 60, 9)) >= 5
 
 
 @pytest.mark.full
-def test_disk_full_from_every_write_on(place):
-    assert disk_campaign(place, range(1000)) > 30
+def test_disk_full_from_every_write_on(place, monkeypatch):
+    assert disk_campaign(place, monkeypatch, range(1000)) > 30
 
 
 def test_a_killed_builds_lock_does_not_block(place):
