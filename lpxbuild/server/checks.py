@@ -135,7 +135,7 @@ def check_shared_memory(served: dict[str, ServedModel], *, folder: Path = proces
     needed = instances * SHM_PER_INSTANCE + SHM_MARGIN
     try:
         statistics = os.statvfs(folder)
-        if statistics.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):
+        if not os.access(folder, os.W_OK):
             raise PermissionError(0, "it cannot be written")
     except OSError as error:
         raise HostError(f"{folder} cannot be used: {error.strerror}", next="mount a tmpfs there") from error
