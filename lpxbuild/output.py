@@ -6,7 +6,6 @@ Library code takes it as `output: Output`; `Output.quiet()` is the value for use
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,6 +123,8 @@ class Output:
 
     def _document(self, data: Mapping[str, Any]) -> str:
         """JSON that the encoding of stdout can carry: names of files may be any bytes."""
+        import json
+
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
         try:
             text.encode(self.stdout.encoding or "utf-8")
