@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-SCHEMA_ADDRESS = "recipe.schema.json"
-
 LONGEST_DEFAULT = 2048
 """Prompt and answer in tokens that a first recipe asks for; longer contexts are the user's decision (KV memory)."""
 
