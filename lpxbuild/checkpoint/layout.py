@@ -18,26 +18,80 @@ from lpxbuild.families.weights import WeightRule, dimensions
 class Piece:
     """A block of a Hugging Face tensor that lies in a rank tensor from row `at` on.
 
-    `rows` and `columns` are half-open ranges of the source; a vector counts as (n, 1).
+    `rows` and `columns` are half-open ranges of the source as an (out, in) matrix; a vector counts as (n, 1).
+
+    Attributes:
+        transposed: the file holds the matrix as (in, out) (GPT-2's Conv1D).
+        part: index into `Linear.parts` of the tensor's linear.
+        part_row: row of the whole part that the piece begins with.
     """
 
     source: str
     rows: tuple[int, int]
     columns: tuple[int, int]
     at: int
+    transposed: bool = False
+    part: int = 0
+    part_row: int = 0
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """One matrix of a linear, whole: the query of a fused qkv, one expert's up projection.
+
+    Attributes:
+        role: "q", "k", "v", "dense", "fc", "gate", "up" or "proj". (Of a gated MLP, TensorRT-LLM's `fc` is HF's
+            gate_proj and its `gate` is HF's up_proj; of a fused MLP the roles are "up" and "gate".)
+        module: the HF module that holds it ("model.layers.0.self_attn.q_proj"); parts may share one (Phi-3).
+        shape: (out, in).
+        pieces: the matrix from its first row to its last, `at` counting inside the part.
+        expert: number of the expert, None in dense layers.
+    """
+
+    role: str
+    module: str
+    shape: tuple[int, int]
+    pieces: tuple[Piece, ...]
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer's weight before it is split: what scales are found over, and what a format may quantize.
+
+    Attributes:
+        module: TensorRT-LLM's module, its layer counted from the start of the stage ("transformer.layers.0.mlp.fc").
+        layer: the layer, counted over the whole model.
+        split: "qkv", "column" or "row".
+        parts: in the order of the rows of a rank's tensor; of experts, all parts of the first one first.
+    """
+
+    module: str
+    layer: int
+    split: str
+    parts: tuple[LinearPart, ...]
 
 
 @dataclass(frozen=True)
 class RankTensor:
     """One tensor of one rank file. Rows that no piece covers are zero (vocabulary padding).
 
-    `name` counts layers from the start of the pipeline stage.
+    `name` counts layers from the start of the pipeline stage. Experts are stacked: shape (experts, out, in), with the
+    rows of all experts one below the other in `pieces`.
+
+    Attributes:
+        dtype: safetensors' name where the tensor has a type of its own (routers are F32); None = the checkpoint's.
+        plus_one: one is added in float32 before the cast (Gemma's norms).
+        linear: set on the weight of a linear layer; the ranks of a stage share one object.
     """
 
     rank: int
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
+    plus_one: bool = False
+    linear: Linear | None = None
 
     @property
     def size(self) -> int:

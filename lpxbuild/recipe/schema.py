@@ -54,11 +54,42 @@ class Model(Section):
     dtype: DType = Field("auto", description="Element type of the checkpoint; `auto` keeps the source's.")
 
 
+class Calibration(Section):
+    """Text that is run through the model to find the scales of activations and KV cache."""
+
+    dataset: str = Field(
+        "builtin",
+        min_length=1,
+        description="`builtin` (a small text set inside the package), a local `.txt`, `.jsonl` or `.parquet` file "
+        "(relative to the recipe), or a Hugging Face dataset id (`org/name`).",
+    )
+    split: str = Field("train", min_length=1, description="Split of a Hugging Face dataset.")
+    column: str = Field("text", min_length=1, description="Field of a `.jsonl`, `.parquet` or Hugging Face dataset.")
+    samples: Count = Field(128, description="Texts that are used, chosen by `seed`.")
+    sequence_length: Count = Field(512, description="Longest text in tokens; what is longer is cut.")
+    seed: Annotated[int, Field(ge=0, le=LARGEST)] = Field(0, description="Chooses the texts and their order.")
+    device: str = Field(
+        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where the model runs: `cpu`, `cuda`, `cuda:1`."
+    )
+
+
 class Quantization(Section):
     """How weights and KV cache are stored."""
 
     format: Format = Field("none", description="Quantization format, named as ModelOpt's `qformat`.")
     kv_cache: Literal["none", "int8", "fp8"] = Field("none", description="Quantization of the KV cache.")
+    group_size: Literal[64, 128] = Field(
+        128, description="Input features that share a scale, of `int4_rtn`, `int4_awq` and `w4a8_awq`."
+    )
+    exclude: list[Annotated[str, Field(min_length=1)]] = Field(
+        [],
+        description="Linear layers that stay unquantized: patterns (`*`, `?`) of Hugging Face module names, as "
+        "`model.layers.0.mlp.down_proj` or `*.mlp.*`.",
+    )
+    overrides: dict[Annotated[str, Field(min_length=1)], Format] = Field(
+        {}, description="Another format for some linear layers: pattern of Hugging Face module names → format."
+    )
+    calibration: Calibration = Field(Calibration(), description="Text for the formats that need calibration.")
 
 
 class Parallel(Section):
@@ -107,6 +138,11 @@ class Runtime(Section):
     python: str | None = Field(
         None,
         description="Interpreter that runs the engine host; default: the first `python3` in the server's PATH.",
+    )
+    reference_python: str | None = Field(
+        None,
+        description="Interpreter that has torch and transformers (extra `verify`) and ModelOpt (extra `calibrate`); "
+        "default: lpx's own. A relative path starts from the recipe.",
     )
 
     @property
@@ -175,6 +211,43 @@ class Smoke(Section):
     )
 
 
+class Thresholds(Section):
+    """What a verdict is measured by; each default depends on the format (docs/verify.md)."""
+
+    min_agreement: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Lowest share of tokens for which both models would say the same next token."
+    )
+    max_kl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Highest mean KL divergence of the next-token distributions, in nats."
+    )
+    max_perplexity_rise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Highest relative rise of perplexity over the source: 0.02 = 2 %."
+    )
+
+
+class Verify(Section):
+    """The numeric comparison of what was built with the source."""
+
+    run: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Part of `lpx build`: `auto` where the extra `verify` is installed and the model fits into memory, "
+        "`always` (the build is refused where it cannot run), `never`.",
+    )
+    required: bool = Field(False, description="The build counts as proven only with a verify that passed.")
+    text: str = Field(
+        "builtin",
+        min_length=1,
+        description="Text for perplexity: `builtin` or a local `.txt` file (beside the recipe).",
+    )
+    tokens: Count = Field(1024, description="Tokens of that text that are compared.")
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        ["The capital of France is", "Water boils at a temperature of"],
+        description="Prompts whose greedy answers are shown side by side.",
+    )
+    warn: Thresholds = Field(Thresholds(), description="Beyond these: a warning.")
+    fail: Thresholds = Field(Thresholds(), description="Beyond these: the verdict is negative.")
+
+
 class Recipe(Section):
     """One recipe = one checkpoint = one engine = one Triton repository."""
 
@@ -189,6 +262,7 @@ class Recipe(Section):
     runtime: Runtime = Field(Runtime(), description="How the engine executes.")
     serve: Serve = Field(Serve(), description="The Triton repository and the server.")
     smoke: Smoke = Field(Smoke(), description="What the smoke test asks.")
+    verify: Verify = Field(Verify(), description="The numeric comparison with the source.")
 
     @model_validator(mode="after")
     def _together(self) -> Recipe:

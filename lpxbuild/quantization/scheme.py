@@ -1,0 +1,69 @@
+"""Which format each linear layer gets: one for all, exclusions, overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The recipe's `quantization`, resolved per module.
+
+    Attributes:
+        format: of every linear layer that no pattern names.
+        kv_cache: "none", "int8" or "fp8".
+        group_size: input features that share a scale, of the int4 group formats (NVFP4 always has 16).
+        exclude: patterns of Hugging Face module names that stay unquantized.
+        overrides: pattern → format; the first pattern that fits decides, and `exclude` goes before all of them.
+    """
+
+    format: str = "none"
+    kv_cache: str = "none"
+    group_size: int = 128
+    exclude: tuple[str, ...] = ()
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+    def format_of(self, module: str) -> str:
+        """The format of a linear layer by its Hugging Face module name ("model.layers.0.mlp.down_proj")."""
+        if any(fnmatchcase(module, pattern) for pattern in self.exclude):
+            return "none"
+        for pattern, name in self.overrides.items():
+            if fnmatchcase(module, pattern):
+                return name
+        return self.format
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Every format that some module may have, the main one first."""
+        return tuple(dict.fromkeys((self.format, *self.overrides.values())))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether patterns make exceptions."""
+        return bool(self.exclude or self.overrides)
+
+    def unused(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Patterns that fit no module of the model: a misspelt one must not pass unseen."""
+        names = tuple(modules)
+        patterns = (*self.exclude, *self.overrides)
+        return tuple(pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For config.json and the manifest."""
+        return {
+            "format": self.format,
+            "kv_cache": self.kv_cache,
+            "group_size": self.group_size,
+            "exclude": list(self.exclude),
+            "overrides": dict(self.overrides),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Scheme:
+        """The other way of `as_dict`."""
+        return cls(
+            data["format"], data["kv_cache"], data["group_size"], tuple(data["exclude"]), dict(data["overrides"])
+        )
