@@ -71,7 +71,11 @@ def load_executor(engine: Path, description: dict[str, Any]) -> Executor:
         from engine_executor_paged import PagedExecutor
 
         return PagedExecutor(engine, description)
-    raise ValueError(f"engine.json names executor {name!r}; this host has 'paged'")
+    if name == "stateful":
+        from engine_executor_stateful import StatefulExecutor
+
+        return StatefulExecutor(engine, description)
+    raise ValueError(f"engine.json names executor {name!r}; this host has 'paged' and 'stateful'")
 
 
 def generation_config(request: EngineRequest) -> Any:
