@@ -20,7 +20,7 @@ from lpxbuild.pipeline.making import Maker
 from lpxbuild.pipeline.manifest import NOT_PROVEN, PROVEN, Manifest, built_to
 from lpxbuild.pipeline.placing import room_errors
 from lpxbuild.pipeline.source_input import SourceInput, recipe_text
-from lpxbuild.pipeline.stages import NAMES, STAGES, SmokeFailed, Stage, Work, stages_to
+from lpxbuild.pipeline.stages import NAMES, STAGES, EvidenceFailed, Stage, Work, reference_python, stages_to
 from lpxbuild.pipeline.workspace import LOGS, Workspace
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class _Build:
         paranoid: bool,
     ) -> None:
         self.recipe = recipe
-        self.stages = stages_to(to)
+        self.base = (recipe_path.parent if recipe_path is not None else Path()).absolute()
+        self.stages = stages_to(to, recipe, self.base)
         self.cache = cache
         self.output = output
         self.paranoid = paranoid
@@ -133,10 +134,9 @@ class _Build:
     def run(self, *, locked: bool) -> BuildResult:
         names = tuple(stage.name for stage in self.stages)
         host.check_recipe(self.recipe, names)
-        base = self.recipe_path.parent if self.recipe_path is not None else Path()
         pinned = locking.read_for(self.lock_path, self.recipe, required=locked)
         self.input = source_input.resolve(
-            self.recipe.model.source, locking.revision(self.recipe, pinned), base=base.absolute()
+            self.recipe.model.source, locking.revision(self.recipe, pinned), base=self.base
         )
         host.check_packages(self.recipe, names, gguf=self.input.kind == "gguf")
         versions = self._versions()
@@ -186,11 +186,14 @@ class _Build:
             folder,
             self.remembered,
             fresh=self.paranoid,
-            before_reading=lambda: self._before_making(STAGES[1]),
+            before_reading=lambda: self._before_making(self._first_after_source()),
             output=self.output,
         )
         if self.stages[-1].name == "source":
             self._checked_source()
+
+    def _first_after_source(self) -> Stage:
+        return next((stage for stage in self.stages if stage.name != "source"), STAGES[0])
 
     def _checked_source(self) -> Source:
         if self._source is None:
@@ -200,7 +203,7 @@ class _Build:
                 self.paths["source"],
                 origin=self.input.origin,
                 revision=self.commit,
-                need_tokenizer=self.stages[-1].name not in ("source", "checkpoint"),
+                need_tokenizer=self.stages[-1].name not in ("source", "checkpoint") or self._has("calibration"),
                 tensor_parallel=self.recipe.parallel.tensor,
                 pipeline_parallel=self.recipe.parallel.pipeline,
                 output=self.output,
@@ -214,25 +217,38 @@ class _Build:
         if self._checked or stage.name == "source":
             return
         self._checked = True
-        names = [entry.name for entry in self.stages]
-        if "smoke" in names:
+        if self._has("smoke"):
             from lpxbuild.server import embedded
             from lpxbuild.server.checks import check_cache_memory
 
             embedded.find(self.cache.root)
             check_cache_memory(self.recipe.runtime.kv_cache_bytes)
-        if stage.name not in ("checkpoint", "engine"):
+        if stage.name not in ("calibration", "checkpoint", "engine"):
             return
         source = self._checked_source()
         from lpxbuild.quantization import check_shapes
+        from lpxbuild.quantization.scheme import Scheme
 
-        check_shapes(source.shape, self.recipe.quantization.format, self.recipe.parallel.tensor)
-        if "engine" in names:
+        if self.recipe.checkpoint_layout == "tensorrt_llm":
+            check_shapes(source.shape, Scheme.of(self.recipe.quantization).format, self.recipe.parallel.tensor)
+        if self._has("engine"):
             from lpxbuild.engine import check_features
             from lpxbuild.families import attention_features
 
             features = attention_features(source.shape, self.recipe.limits.max_seq_len)
             check_features(features, self.recipe.backend)
+        if stage.name == "calibration":
+            from lpxbuild.quantization.calibration import check_calibration
+
+            check_calibration(
+                self.recipe.quantization.calibration,
+                folder=self.paths["source"],
+                base=self.base,
+                python=reference_python(self.recipe, self.base),
+            )
+
+    def _has(self, name: str) -> bool:
+        return any(stage.name == name for stage in self.stages)
 
     def _after_running(self, stage: Stage) -> tuple[str, ...]:
         """The key says which bytes were read: refuse what was made of files that changed meanwhile.
@@ -241,7 +257,7 @@ class _Build:
             Notices of the source's check, which came before the stage and belong to its result.
         """
         gguf = self.input.kind == "gguf"
-        if stage.name == "source" or (stage.after == "source" and not gguf):
+        if stage.name == "source" or ("source" in stage.reads and not gguf):
             place = self.input.path if gguf else self.paths["source"]
             now = source_input.digests(place, self.remembered, fresh=False, save=False)
             changed = sorted(name for name in self.files.keys() | now.keys() if self.files.get(name) != now.get(name))
@@ -251,7 +267,7 @@ class _Build:
                     why=f"changed in {place}: {', '.join(changed[:8])}",
                     next="run the same command again when nothing writes there any more",
                 )
-        return self._source.notices if stage.after == "source" and self._source is not None else ()
+        return self._source.notices if stage.name == "checkpoint" and self._source is not None else ()
 
     def _room_for(self, stage: Stage) -> int:
         """Bytes that the stage's output has at least; the converter knows its own need and checks it itself."""
@@ -263,18 +279,19 @@ class _Build:
 
     def components(self, stage: Stage) -> dict[str, str]:
         """The components of a stage's key; the artifact before it must be there."""
-        if stage.name == "source":
-            inputs = dict(self.files)
-        elif stage.after in self.artifacts:
-            inputs = {stage.after: self.artifacts[stage.after].digest}
-        else:
-            inputs = {**self.files, "commit": self.commit or ""}
+        inputs: dict[str, str] = dict(self.files) if stage.name == "source" else {}
+        for name in stage.reads:
+            if name in self.artifacts:
+                inputs[name] = self.artifacts[name].digest
+            elif name == "source":
+                inputs |= {**self.files, "commit": self.commit or ""}
+        inputs |= stage.inputs(self.recipe, self.base)
         return components(self.recipe, fields=stage.fields, versions=stage.versions, rooms=stage.rooms, inputs=inputs)
 
     def _obtain(self, stage: Stage) -> Artifact:
         wanted = self.components(stage)
-        if stage.hash_input and stage.after in self.artifacts and self._has_to_run(stage, wanted):
-            before = STAGES[NAMES.index(stage.after)]
+        if stage.hash_input and stage.reads[-1] in self.artifacts and self._has_to_run(stage, wanted):
+            before = STAGES[NAMES.index(stage.reads[-1])]
             self.artifacts[before.name] = self.maker.obtain(before, self.components(before), self._work(), full=True)
             self.paths[before.name] = self.artifacts[before.name].path
             wanted = self.components(stage)
@@ -300,16 +317,17 @@ class _Build:
             paths=self.paths,
             source=self._checked_source,
             gguf=self.input.path if self.input.kind == "gguf" else None,
+            base=self.base,
             logs=self.workspace.root / LOGS,
             cache=self.cache.root,
             output=self.output,
         )
 
-    def _run_stages(self) -> SmokeFailed | None:
+    def _run_stages(self) -> EvidenceFailed | None:
         for stage in self.stages[1:]:
             try:
                 self._obtain(stage)
-            except SmokeFailed as failure:
+            except EvidenceFailed as failure:
                 return failure
             except LpxError:
                 if self.workspace.manifest() is not None:
@@ -320,19 +338,21 @@ class _Build:
     def _carry_over(self) -> None:
         """Later stages of an earlier build stay in the view when nothing they depend on has moved."""
         old = self.workspace.manifest()
-        if old is None or "smoke" in (stage.name for stage in self.stages):
+        if old is None or self._has("smoke"):
             return
-        for stage in STAGES[len(self.stages) :]:
-            if stage.after not in self.artifacts and stage.name != "checkpoint":
+        whole = stages_to(None, self.recipe, self.base)
+        names = {stage.name for stage in whole} - {"source"}
+        for stage in whole[len(self.stages) :]:
+            if any(name in names and name not in self.artifacts for name in stage.reads):
                 return
             wanted = self.components(stage)
             if old.stages.get(stage.name, {}).get("key") != key_of(stage.name, wanted):
                 return
             artifact = self.maker.cached(stage, wanted) or self.workspace.shown(old, stage.name, full=self.paranoid)
             if artifact is None:
-                if stage.name == "smoke":
+                if stage.evidence:
                     self.output.notice(
-                        f"the cache does not have the smoke test of {self.workspace.root} any more: "
+                        f"the cache does not have the evidence `{stage.name}` of {self.workspace.root} any more: "
                         "lpx build without --to runs it again"
                     )
                 return
@@ -345,20 +365,30 @@ class _Build:
         names = {"lpx"} | {name for stage in stages for name in stage.versions}
         return {name: version(name) for name in sorted(names)}
 
-    def _finish(self, versions: Mapping[str, str], failure: SmokeFailed | None) -> BuildResult:
+    def _finish(self, versions: Mapping[str, str], failure: EvidenceFailed | None) -> BuildResult:
         texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path)}
         evidence: dict[str, Any] = {"ran": []}
-        smoke = self.artifacts.get("smoke")
+        for stage in STAGES:
+            if not stage.evidence:
+                continue
+            artifact = self.artifacts.get(stage.name)
+            if failure is not None and failure.stage == stage.name:
+                evidence[stage.name] = {"passed": False, "report": failure.evidence}
+                texts |= {f"evidence/{name}": text for name, text in failure.files.items()}
+            elif artifact is not None:
+                evidence[stage.name] = {"passed": True, "report": artifact.report, "made_at": artifact.made_at}
+                texts |= {
+                    f"evidence/{name}": (artifact.path / name).read_text(encoding="utf-8") for name in artifact.files
+                }
+            else:
+                continue
+            evidence["ran"].append(stage.name)
+        done = [name for name in NAMES if name in self.artifacts]
         if failure is not None:
             state = NOT_PROVEN
-            evidence = {"ran": ["smoke"], "smoke": {"passed": False, "report": failure.evidence}}
-            texts |= {f"evidence/{name}": text for name, text in failure.files.items()}
-        elif smoke is not None:
+        elif "smoke" in self.artifacts:
             state = PROVEN
-            evidence = {"ran": ["smoke"], "smoke": {"passed": True, "report": smoke.report, "made_at": smoke.made_at}}
-            texts |= {f"evidence/{name}": (smoke.path / name).read_text(encoding="utf-8") for name in smoke.files}
         else:
-            done = [name for name in NAMES if name in self.artifacts]
             state = built_to(done[-1] if done else "source")
         if "repository" in self.artifacts:
             evidence["repository"] = self.artifacts["repository"].digest

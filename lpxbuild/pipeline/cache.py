@@ -23,7 +23,7 @@ from lpxbuild.pipeline.digest import bar, nothing
 from lpxbuild.pipeline.placing import TEMPORARY, exchange, remove_tree, sweep_files, sync_folder, write_atomically
 
 USES = "uses.json"
-STAGE_FOLDERS = ("source", "checkpoint", "engine", "repository", "smoke")
+STAGE_FOLDERS = ("source", "calibration", "checkpoint", "engine", "repository", "verify", "smoke")
 """Folders of artifacts; other parts of lpx keep other things in the cache."""
 LOCKS = "locks"
 DIGESTS = "digests"

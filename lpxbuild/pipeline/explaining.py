@@ -69,14 +69,14 @@ def why(
     Local sources that were never built are hashed for the answer; nothing is downloaded and nothing written.
     """
     output = output if output is not None else Output.quiet()
-    stages = stages_to(to)
+    base = (recipe_path.parent if recipe_path is not None else Path()).absolute()
+    stages = stages_to(to, recipe, base)
     host.check_recipe(recipe, tuple(stage.name for stage in stages))
     cache = Cache(cache_dir)
     workspace = Workspace(build_dir / recipe.name, cache, output)
     lock_path = locking.place(recipe_path, workspace.root)
     pinned = locking.read_for(lock_path, recipe, required=False)
-    base = recipe_path.parent if recipe_path is not None else Path()
-    given = source_input.resolve(recipe.model.source, locking.revision(recipe, pinned), base=base.absolute())
+    given = source_input.resolve(recipe.model.source, locking.revision(recipe, pinned), base=base)
     files = _files(given, cache)
     old = workspace.manifest()
     before: Mapping[str, Any] = old.stages if old is not None else {}
@@ -88,10 +88,12 @@ def why(
             absent = files is None
             plans.append(StagePlan("source", absent, (f"{given.origin} is not on this host yet",) if absent else ()))
             continue
-        inputs = _inputs(stage, files, commit, artifacts, from_files=given.kind != "gguf")
-        if inputs is None:
-            plans.append(StagePlan(stage.name, True, (f"{stage.after} runs",)))
+        running = {plan.stage for plan in plans if plan.runs} - artifacts.keys()
+        missing = [name for name in stage.reads if name in running]
+        if missing or (stage.name == "source" and files is None):
+            plans.append(StagePlan(stage.name, True, tuple(f"{name} runs" for name in missing)))
             continue
+        inputs = _inputs(stage, files or {}, commit, artifacts) | stage.inputs(recipe, base)
         wanted = components(recipe, fields=stage.fields, versions=stage.versions, rooms=stage.rooms, inputs=inputs)
         plan, artifact = _plan(stage, wanted, cache, before.get(stage.name), force=force)
         if stage.name == "smoke" and not plan.runs and evidence.refuted(old, cache) is not None:
@@ -112,17 +114,15 @@ def _files(given: SourceInput, cache: Cache) -> dict[str, str] | None:
     return source_input.digests(folder, RememberedDigests(cache.digests), fresh=False, save=False)
 
 
-def _inputs(
-    stage: Stage, files: Mapping[str, str] | None, commit: str, artifacts: Mapping[str, Artifact], *, from_files: bool
-) -> dict[str, str] | None:
-    """Digests of what the stage reads; None while the stage before it has to run."""
-    if stage.name == "source":
-        return dict(files) if files is not None else None
-    if stage.after in artifacts:
-        return {str(stage.after): artifacts[str(stage.after)].digest}
-    if stage.after == STAGES[0].name and from_files and files is not None:
-        return {**files, "commit": commit}
-    return None
+def _inputs(stage: Stage, files: Mapping[str, str], commit: str, artifacts: Mapping[str, Artifact]) -> dict[str, str]:
+    """Digests of what the stage reads."""
+    inputs: dict[str, str] = dict(files) if stage.name == STAGES[0].name else {}
+    for name in stage.reads:
+        if name in artifacts:
+            inputs[name] = artifacts[name].digest
+        elif name == STAGES[0].name:
+            inputs |= {**files, "commit": commit}
+    return inputs
 
 
 def _plan(

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from lpxbuild.recipe import Recipe
 
 WITHOUT_GPU: Mapping[str, tuple[str, ...]] = {
-    "openvino": ("source", "checkpoint", "engine", "repository", "smoke"),
-    "tensorrt": ("source", "checkpoint"),
+    "openvino": ("source", "calibration", "checkpoint", "engine", "repository", "verify", "smoke"),
+    "tensorrt": ("source", "calibration", "checkpoint"),
+    "pytorch": ("source", "calibration", "checkpoint"),
+    "vllm": ("source", "calibration", "checkpoint"),
 }
 """Backend → stages that this version can run; absent: none."""
 

@@ -1,7 +1,8 @@
 """The stages, one entry each: what it reads, what shapes its output, what it calls.
 
-source → checkpoint → engine → repository → smoke. A local folder or a hub snapshot is its own source artifact and
-is used in place; a `.gguf` becomes a real Hugging Face folder in a `source` artifact.
+source → calibration → checkpoint → engine → repository → verify → smoke. A local folder or a hub snapshot is its own
+source artifact and is used in place; a `.gguf` becomes a real Hugging Face folder in a `source` artifact. Calibration
+is a stage of recipes whose format needs it, verify of those whose host can run it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Work:
         paths: finished artifact folders by stage; `source` is the Hugging Face folder.
         source: checks the source folder (once) and returns it.
         gguf: the `.gguf` file that the source stage converts, if there is one.
+        base: folder that relative paths of the recipe start from.
         logs: folder for logs of external processes.
         cache: root of the cache.
         output: for progress and notices.
@@ -40,9 +42,18 @@ class Work:
     paths: Mapping[str, Path]
     source: Callable[[], Source]
     gguf: Path | None
+    base: Path
     logs: Path
     cache: Path
     output: Output
+
+
+def _always(_recipe: Recipe, _base: Path) -> bool:
+    return True
+
+
+def _nothing(_recipe: Recipe, _base: Path) -> dict[str, str]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,11 @@ class Stage:
         fields: recipe fields that shape the output.
         versions: distributions that shape the output.
         rooms: code that shapes the output (folders of lpxbuild, or `model_repo`).
-        after: the stage whose artifact it reads.
+        reads: the stages whose artifacts it reads, the one before it last.
         hash_input: hash that artifact in full before a run.
+        applies: (recipe, its folder) → whether a build of it has this stage.
+        inputs: (recipe, its folder) → what else the output depends on, by name.
+        evidence: it makes a verdict, not a part of the build.
     """
 
     name: str
@@ -63,15 +77,21 @@ class Stage:
     fields: tuple[str, ...]
     versions: tuple[str, ...] = ()
     rooms: tuple[str, ...] = ()
-    after: str | None = None
+    reads: tuple[str, ...] = ()
     hash_input: bool = False
+    applies: Callable[[Recipe, Path], bool] = _always
+    inputs: Callable[[Recipe, Path], dict[str, str]] = _nothing
+    evidence: bool = False
 
 
-class SmokeFailed(VerdictError):
-    """The smoke test ran and found failures; `evidence` is its report, `files` the forms to show."""
+class EvidenceFailed(VerdictError):
+    """An evidence stage ran and found failures; `evidence` is its report, `files` the forms to show."""
 
-    def __init__(self, what: str, *, why: str, next: str, evidence: dict[str, Any], files: Mapping[str, str]) -> None:
+    def __init__(
+        self, what: str, *, stage: str, why: str, next: str, evidence: dict[str, Any], files: Mapping[str, str]
+    ) -> None:
         super().__init__(what, why=why, next=next)
+        self.stage = stage
         self.evidence = evidence
         self.files = files
 
@@ -84,16 +104,72 @@ def _convert_source(work: Work, destination: Path) -> dict[str, Any]:
     return {"converted": work.gguf.name}
 
 
-def _convert_checkpoint(work: Work, destination: Path) -> dict[str, Any]:
-    from lpxbuild import checkpoint
+def _calibrate(work: Work, destination: Path) -> dict[str, Any]:
+    from lpxbuild.quantization import calibration
+    from lpxbuild.quantization.scheme import Scheme
 
     recipe = work.recipe
+    report = calibration.calibrate(
+        work.paths["source"],
+        destination,
+        scheme=Scheme.of(recipe.quantization),
+        settings=recipe.quantization.calibration,
+        base=work.base,
+        python=reference_python(recipe, work.base),
+        log=work.logs / "calibration.log",
+        output=work.output,
+    )
+    return plain(report)
+
+
+def _needs_calibration(recipe: Recipe, _base: Path) -> bool:
+    from lpxbuild.quantization.scheme import Scheme
+
+    return Scheme.of(recipe.quantization).needs_calibration
+
+
+def _calibration_inputs(recipe: Recipe, base: Path) -> dict[str, str]:
+    from lpxbuild.quantization.calibration import inputs
+
+    return inputs(recipe.quantization.calibration, base=base, python=reference_python(recipe, base))
+
+
+def reference_python(recipe: Recipe, base: Path) -> Path | None:
+    """The interpreter of `runtime.reference_python`; None = lpx's own."""
+    if recipe.runtime.reference_python is None:
+        return None
+    path = Path(recipe.runtime.reference_python).expanduser()
+    return path if path.is_absolute() else base / path
+
+
+def _convert_checkpoint(work: Work, destination: Path) -> dict[str, Any]:
+    from lpxbuild import checkpoint
+    from lpxbuild.quantization.calibrated import read_calibration
+    from lpxbuild.quantization.scheme import Scheme
+
+    recipe = work.recipe
+    scheme = Scheme.of(recipe.quantization)
+    calibrated = work.paths.get("calibration")
+    calibration = read_calibration(calibrated) if calibrated is not None else None
+    if recipe.checkpoint_layout == "unified_hf":
+        from lpxbuild.checkpoint.unified import convert_unified
+
+        return plain(
+            convert_unified(
+                work.source(),
+                destination,
+                dtype=recipe.model.dtype,
+                scheme=scheme,
+                calibration=calibration,
+                output=work.output,
+            )
+        )
     report = checkpoint.convert(
         work.source(),
         destination,
         dtype=recipe.model.dtype,
-        quantization_format=recipe.quantization.format,
-        kv_cache=recipe.quantization.kv_cache,
+        quantization_format=scheme.format,
+        kv_cache=scheme.kv_cache,
         tensor_parallel=recipe.parallel.tensor,
         pipeline_parallel=recipe.parallel.pipeline,
         output=work.output,
@@ -163,8 +239,9 @@ def _smoke(work: Work, destination: Path) -> dict[str, Any]:
     }
     work.output.step(f"smoke: {report.summary()}")
     if not report.ok:
-        raise SmokeFailed(
+        raise EvidenceFailed(
             f"the smoke test failed: {', '.join(check.name for check in report.failed) or 'nothing passed'}",
+            stage="smoke",
             why="\n".join(f"{check.name}: {check.detail}" for check in report.failed),
             next=f"read {log}; the build stays usable as `built, not proven`",
             evidence=evidence,
@@ -190,18 +267,39 @@ STAGES: tuple[Stage, ...] = (
         rooms=("source",),
     ),
     Stage(
+        "calibration",
+        _calibrate,
+        # Not `exclude`: what was seen in a layer that stays unquantized is simply not used.
+        fields=(
+            "quantization.format",
+            "quantization.kv_cache",
+            "quantization.group_size",
+            "quantization.overrides",
+            "quantization.calibration",
+        ),
+        versions=("tokenizers",),
+        rooms=("families", "quantization"),
+        reads=("source",),
+        applies=_needs_calibration,
+        inputs=_calibration_inputs,
+    ),
+    Stage(
         "checkpoint",
         _convert_checkpoint,
         fields=(
+            "checkpoint_layout",
             "model.source",
             "model.dtype",
             "quantization.format",
             "quantization.kv_cache",
+            "quantization.group_size",
+            "quantization.exclude",
+            "quantization.overrides",
             "parallel.tensor",
             "parallel.pipeline",
         ),
         rooms=("families", "quantization", "source", "checkpoint"),
-        after="source",
+        reads=("source", "calibration"),
     ),
     Stage(
         "engine",
@@ -221,7 +319,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         versions=("openvino",),
         rooms=("families", "quantization", "checkpoint", "engine"),
-        after="checkpoint",
+        reads=("checkpoint",),
         hash_input=True,
     ),
     Stage(
@@ -242,7 +340,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         versions=("python",),
         rooms=("repository", "model_repo"),
-        after="engine",
+        reads=("engine",),
     ),
     Stage(
         "smoke",
@@ -250,31 +348,44 @@ STAGES: tuple[Stage, ...] = (
         fields=("smoke", "serve.warmup", "serve.drain_seconds"),
         versions=("openvino", "openvino-genai", "nvidia-pytriton", "tokenizers", "tritonclient"),
         rooms=("server", "smoke", "model_repo"),
-        after="repository",
+        reads=("repository",),
+        evidence=True,
     ),
 )
 
 NAMES: tuple[str, ...] = tuple(stage.name for stage in STAGES)
 
-TARGETS: tuple[str, ...] = NAMES[:-1]
+TARGETS: tuple[str, ...] = tuple(stage.name for stage in STAGES if not stage.evidence)
 """What `--to` takes."""
 
 SHOWN: tuple[str, ...] = ("checkpoint", "engine", "repository")
 """Stages whose artifact appears as a folder of the build."""
 
 
-def stages_to(target: str | None) -> tuple[Stage, ...]:
-    """The stages of a build that stops after `target` (None: after the smoke test).
+def stages_to(target: str | None, recipe: Recipe, base: Path) -> tuple[Stage, ...]:
+    """The stages of a build of this recipe that stops after `target` (None: after the evidence).
+
+    Args:
+        base: folder that relative paths of the recipe start from.
 
     Raises:
         UsageError: no such stage.
     """
+    stages = tuple(stage for stage in STAGES if stage.applies(recipe, base))
     if target is None:
-        return STAGES
+        return stages
     if target not in TARGETS:
         raise UsageError(
             f"--to {target}: no such stage",
             why=f"the stages are {', '.join(TARGETS)}; without --to the build goes on to the smoke test",
             next="lpx build RECIPE --to checkpoint",
         )
-    return STAGES[: NAMES.index(target) + 1]
+    if target not in (stage.name for stage in stages):
+        raise UsageError(
+            f"--to {target}: a build of {recipe.name} has no such stage",
+            why=f"its stages are {', '.join(stage.name for stage in stages if not stage.evidence)}; the format "
+            f"{recipe.quantization.format} needs no calibration",
+            next="lpx build RECIPE --to checkpoint",
+        )
+    last = NAMES.index(target)
+    return tuple(stage for stage in stages if NAMES.index(stage.name) <= last)

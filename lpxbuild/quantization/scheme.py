@@ -26,6 +26,17 @@ class Scheme:
     exclude: tuple[str, ...] = ()
     overrides: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, settings: Any) -> Scheme:
+        """From the recipe's `quantization`."""
+        return cls(
+            settings.format,
+            settings.kv_cache,
+            settings.group_size,
+            tuple(settings.exclude),
+            dict(settings.overrides),
+        )
+
     def format_of(self, module: str) -> str:
         """The format of a linear layer by its Hugging Face module name ("model.layers.0.mlp.down_proj")."""
         if any(fnmatchcase(module, pattern) for pattern in self.exclude):
@@ -39,6 +50,13 @@ class Scheme:
     def formats(self) -> tuple[str, ...]:
         """Every format that some module may have, the main one first."""
         return tuple(dict.fromkeys((self.format, *self.overrides.values())))
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether text must be run through the model: formats with activation scales, and every quantized KV cache."""
+        from lpxbuild.quantization.formats import FORMATS
+
+        return self.kv_cache != "none" or any(FORMATS[name].needs_calibration for name in self.formats)
 
     @property
     def mixed(self) -> bool:

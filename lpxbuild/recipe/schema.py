@@ -264,8 +264,15 @@ class Recipe(Section):
     smoke: Smoke = Field(Smoke(), description="What the smoke test asks.")
     verify: Verify = Field(Verify(), description="The numeric comparison with the source.")
 
+    @property
+    def checkpoint_layout(self) -> Literal["tensorrt_llm", "unified_hf"]:
+        """The layout that the backend reads."""
+        return "unified_hf" if self.backend in ("pytorch", "vllm") else "tensorrt_llm"
+
     @model_validator(mode="after")
     def _together(self) -> Recipe:
+        if self.verify.required and self.verify.run == "never":
+            raise ValueError("verify.required true and verify.run never contradict each other; set verify.run: always")
         if self.serve.streaming and self.limits.max_beam_width > 1:
             raise ValueError(
                 f"limits.max_beam_width {self.limits.max_beam_width} cannot be combined with serve.streaming true: "

@@ -69,14 +69,14 @@ def repository(work, destination):
 
 
 def smoke(work, destination):
-    from lpxbuild.pipeline.stages import SmokeFailed
+    from lpxbuild.pipeline.stages import EvidenceFailed
 
     pause("smoke")
     evidence = {"digest": folder_digest(work.paths["repository"])}
     text = json.dumps(evidence)
     if work.recipe.smoke.prompts[0].expect == "FAIL":
-        raise SmokeFailed(
-            "the smoke test failed: prompt 1", why="wrong text", next="read it", evidence=evidence,
+        raise EvidenceFailed(
+            "the smoke test failed: prompt 1", stage="smoke", why="wrong text", next="read it", evidence=evidence,
             files={"smoke.json": text},
         )  # fmt: skip
     (destination / "smoke.json").write_text(text)

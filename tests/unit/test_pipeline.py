@@ -415,11 +415,9 @@ def test_an_earlier_full_build_stays_when_only_a_part_is_asked_for(house):
 @pytest.mark.parametrize(
     ("overrides", "to", "word"),
     [
-        (["backend=vllm"], None, "openvino"),
-        (["backend=pytorch"], "checkpoint", "openvino"),
+        (["backend=vllm"], None, "--to checkpoint"),
         (["backend=tensorrt"], None, "--to checkpoint"),
-        (["quantization.format=fp8"], None, "none"),
-        (["quantization.kv_cache=fp8"], "checkpoint", "none"),
+        (["backend=pytorch", "quantization.format=int8_wo"], "checkpoint", "none"),
     ],
 )
 def test_what_this_version_cannot_build_is_refused_before_anything_is_fetched(house, overrides, to, word):
@@ -655,13 +653,13 @@ def test_what_was_noticed_about_the_source_is_in_the_manifest(house):
 
 
 def test_the_newest_verdict_counts(house, monkeypatch):
-    from lpxbuild.pipeline.stages import SmokeFailed
+    from lpxbuild.pipeline.stages import EvidenceFailed
 
     house.build()
     stand_in = pipeline_stages.smoke
 
     def failing(work, destination):
-        raise SmokeFailed("the smoke test failed: prompt 1", why="", next="", evidence={}, files={})
+        raise EvidenceFailed("the smoke test failed: prompt 1", stage="smoke", why="", next="", evidence={}, files={})
 
     monkeypatch.setattr(pipeline_stages, "smoke", failing)
     pipeline_stages.install(monkeypatch)
