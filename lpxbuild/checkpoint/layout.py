@@ -6,12 +6,12 @@ Rank number: rank = stage · tensor_parallel + tensor_rank. Layers count from 0 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from lpxbuild.families import ModelShape, check_parallel, family_named, stage_layers
-from lpxbuild.families.weights import WeightRule, dimensions
+from lpxbuild.families.weights import Part, WeightRule, dimensions, expert_numbers
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def plan(shape: ModelShape, tensor: int, pipeline: int) -> Iterator[RankTensor]:
             yield from _placed(rules, "first", shape, tensor, stage)
         for local, layer in enumerate(layers):
             for rule in rules:
-                if rule.place == "layer":
+                if rule.place == "layer" and rule.in_layer(shape, layer):
                     yield from _over_ranks(rule, shape, tensor, stage, local=local, layer=layer)
         if stage == pipeline - 1:
             yield from _placed(rules, "last", shape, tensor, stage)
@@ -133,75 +133,105 @@ def _placed(
 def _over_ranks(
     rule: WeightRule, shape: ModelShape, tensor: int, stage: int, *, local: int | None, layer: int | None
 ) -> Iterator[RankTensor]:
-    sizes = dimensions(shape)
-    sources = (rule.tied,) if rule.tied is not None and shape.tie_word_embeddings else rule.sources
+    name = rule.target.format(layer=local)
     parts = [
-        (source.format(layer=layer), tuple(sizes[dim] for dim in dims)) for source, dims in zip(sources, rule.dims)
+        _Whole.of(part, rule, shape, layer=layer, expert=expert)
+        for expert in expert_numbers(rule, shape)
+        for part in rule.parts
     ]
+    linear = None
+    if rule.linear and layer is not None:
+        linear = Linear(name.removesuffix(".weight"), layer, rule.split, tuple(part.linear_part() for part in parts))
     for rank in range(tensor):
-        rank_shape, pieces = _SPLITS[rule.split](parts, shape, tensor, rank)
-        yield RankTensor(stage * tensor + rank, rule.target.format(layer=local), rank_shape, pieces)
+        pieces: list[Piece] = []
+        at = 0
+        for number, part in enumerate(parts):
+            rows, columns = part.share(rule, shape, tensor, rank)
+            pieces += part.cut(rows, columns, at=at, number=number)
+            at += _padded(part.rows, tensor) if rule.split == "vocab" else rows[1] - rows[0]
+        width = (columns[1] - columns[0],) if part.matrix else ()
+        count = shape.moe.num_experts if rule.experts and shape.moe else None
+        size = (at, *width) if count is None else (count, at // count, *width)
+        yield RankTensor(
+            stage * tensor + rank, name, size, tuple(pieces), rule.dtype, plus_one=rule.plus_one, linear=linear
+        )
 
 
-Part = tuple[str, tuple[int, ...]]
-Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
+Range = tuple[int, int]
 
 
-def _columns(dims: tuple[int, ...]) -> tuple[int, int]:
-    return (0, dims[1]) if len(dims) == 2 else (0, 1)
+def _padded(rows: int, tensor: int) -> int:
+    return -(-rows // tensor)
 
 
-def _replicated(parts: list[Part], _shape: ModelShape, _tensor: int, _rank: int) -> Cut:
-    ((source, dims),) = parts
-    return dims, (Piece(source, (0, dims[0]), _columns(dims), 0),)
+@dataclass(frozen=True)
+class _Whole:
+    """A part of a rule with its numbers: where it lies in one HF tensor, and how large it is."""
 
+    part: Part
+    source: str
+    segments: tuple[tuple[int, int, int], ...]
+    rows: int
+    columns: int
+    matrix: bool
+    transposed: bool
+    expert: int | None
 
-def _column(parts: list[Part], _shape: ModelShape, tensor: int, rank: int) -> Cut:
-    """Column-parallel: output features are the rows of the weight and of the bias."""
-    ((source, dims),) = parts
-    rows = dims[0] // tensor
-    return (rows, *dims[1:]), (Piece(source, (rank * rows, (rank + 1) * rows), _columns(dims), 0),)
+    @classmethod
+    def of(cls, part: Part, rule: WeightRule, shape: ModelShape, *, layer: int | None, expert: int | None) -> _Whole:
+        sizes = dimensions(shape)
+        tied = rule.tied is not None and shape.tie_word_embeddings
+        source = (rule.tied if tied and rule.tied else part.source).format(layer=layer, expert=expert)
+        matrix = len(part.dims) == 2
+        return cls(
+            part,
+            source,
+            part.segments(shape),
+            sizes[part.dims[0]],
+            sizes[part.dims[1]] if matrix else 1,
+            matrix,
+            rule.transposed and matrix,
+            expert,
+        )
 
+    def share(self, rule: WeightRule, shape: ModelShape, tensor: int, rank: int) -> tuple[Range, Range]:
+        """Rows and columns of the part that a rank holds.
 
-def _row(parts: list[Part], _shape: ModelShape, tensor: int, rank: int) -> Cut:
-    """Row-parallel: input features are the columns of the weight."""
-    ((source, dims),) = parts
-    columns = dims[1] // tensor
-    return (dims[0], columns), (Piece(source, (0, dims[0]), (rank * columns, (rank + 1) * columns), 0),)
+        With fewer KV heads than ranks, each is copied to neighbouring ranks: heads 0 0 1 1 for 2 heads, 4 ranks.
+        A rank may hold no row of a vocabulary but padding.
+        """
+        rows, columns = (0, self.rows), (0, self.columns)
+        if rule.split == "row":
+            count = self.columns // tensor
+            return rows, (rank * count, (rank + 1) * count)
+        if rule.split == "column":
+            count = self.rows // tensor
+            return (rank * count, (rank + 1) * count), columns
+        if rule.split == "vocab":
+            count = _padded(self.rows, tensor)
+            return (min(rank * count, self.rows), min((rank + 1) * count, self.rows)), columns
+        if rule.split == "qkv":
+            if self.part.role == "q":
+                heads = shape.num_attention_heads // tensor
+                first = rank * heads
+            else:
+                heads = max(shape.num_key_value_heads // tensor, 1)
+                first = rank * shape.num_key_value_heads // tensor
+            return (first * shape.head_size, (first + heads) * shape.head_size), columns
+        return rows, columns
 
+    def cut(self, rows: Range, columns: Range, *, at: int, number: int = 0) -> list[Piece]:
+        """The pieces of a block of the part that lies in its target from row `at` on."""
+        pieces = []
+        for part_row, source_row, count in self.segments:
+            begin, end = max(rows[0], part_row), min(rows[1], part_row + count)
+            if begin < end:
+                shift = source_row - part_row
+                place = (begin + shift, end + shift)
+                pieces.append(Piece(self.source, place, columns, at + begin - rows[0], self.transposed, number, begin))
+        return pieces
 
-def _vocab(parts: list[Part], _shape: ModelShape, tensor: int, rank: int) -> Cut:
-    """Rows of a vocabulary that is zero-padded to a multiple of the ranks; a rank may hold padding only."""
-    ((source, dims),) = parts
-    rows = -(-dims[0] // tensor)
-    begin, end = min(rank * rows, dims[0]), min((rank + 1) * rows, dims[0])
-    pieces = (Piece(source, (begin, end), _columns(dims), 0),) if end > begin else ()
-    return (rows, *dims[1:]), pieces
-
-
-def _qkv(parts: list[Part], shape: ModelShape, tensor: int, rank: int) -> Cut:
-    """[Q; K; V] of this rank's heads, each cut first and stacked then.
-
-    With fewer KV heads than ranks, each KV head is copied to neighbouring ranks: heads 0 0 1 1 for 2 heads, 4 ranks.
-    """
-    query_heads = shape.num_attention_heads // tensor
-    kv_heads = max(shape.num_key_value_heads // tensor, 1)
-    first_kv = rank * shape.num_key_value_heads // tensor
-    pieces = []
-    at = 0
-    for (source, dims), (first, heads) in zip(
-        parts, ((rank * query_heads, query_heads), (first_kv, kv_heads), (first_kv, kv_heads))
-    ):
-        rows = (first * shape.head_size, (first + heads) * shape.head_size)
-        pieces.append(Piece(source, rows, _columns(dims), at))
-        at += rows[1] - rows[0]
-    return (at, *parts[0][1][1:]), tuple(pieces)
-
-
-_SPLITS: dict[str, Callable[[list[Part], ModelShape, int, int], Cut]] = {
-    "replicated": _replicated,
-    "column": _column,
-    "row": _row,
-    "vocab": _vocab,
-    "qkv": _qkv,
-}
+    def linear_part(self) -> LinearPart:
+        module = self.source.removesuffix(".weight")
+        pieces = tuple(self.cut((0, self.rows), (0, self.columns), at=0))
+        return LinearPart(self.part.role, module, (self.rows, self.columns), pieces, self.expert)

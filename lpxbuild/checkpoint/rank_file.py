@@ -28,14 +28,14 @@ class RankFile:
 
     @classmethod
     def of(cls, path: Path, tensors: Sequence[RankTensor], dtype: str) -> RankFile:
-        """Lay out a file of `tensors` in their order, without holes; `dtype` is safetensors' name."""
-        itemsize = NUMPY_TYPES[dtype].itemsize
+        """Lay out `tensors` in their order, without holes; `dtype` (safetensors' name) is of those without one."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offsets: dict[str, int] = {}
         position = 0
         for tensor in tensors:
-            end = position + tensor.size * itemsize
-            entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
+            stored = tensor.dtype or dtype
+            end = position + tensor.size * NUMPY_TYPES[stored].itemsize
+            entries[tensor.name] = {"dtype": stored, "shape": list(tensor.shape), "data_offsets": [position, end]}
             offsets[tensor.name] = position
             position = end
         text = json.dumps(entries, separators=(",", ":")).encode()

@@ -62,7 +62,8 @@ class CheckpointReader:
         """One tensor of one rank file."""
         planned = self._by_rank[rank][name]
         data, offsets = self._data[rank]
-        return np.frombuffer(data, self._dtype, planned.size, offsets[name]).reshape(planned.shape)
+        dtype = self._dtype if planned.dtype is None else NUMPY_TYPES[planned.dtype]
+        return np.frombuffer(data, dtype, planned.size, offsets[name]).reshape(planned.shape)
 
     def _open(self, rank: int) -> tuple[mmap.mmap, dict[str, int]]:
         path = self.path / rank_file_name(rank)

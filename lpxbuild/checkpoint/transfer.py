@@ -16,6 +16,7 @@ import numpy as np
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, Overflow, cast
 from lpxbuild.checkpoint.layout import Piece, RankTensor
+from lpxbuild.checkpoint.pieces import read_rows
 from lpxbuild.checkpoint.statistics import Extent, extent
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.source.records import TensorEntry
@@ -98,20 +99,56 @@ def transfer(
     Raises:
         OSError: writing failed.
     """
-    row_bytes = tensor.size // tensor.shape[0] * NUMPY_TYPES[target_dtype].itemsize
+    target_dtype = tensor.dtype or target_dtype
+    row_bytes = (tensor.shape[-1] if len(tensor.shape) > 1 else 1) * NUMPY_TYPES[target_dtype].itemsize
     overflows: list[Overflow] = []
     extents: dict[Piece, Extent] = {}
     for piece in tensor.pieces:
         entry = sources.tensors[piece.source]
         at = offset + piece.at * row_bytes
         blocks: list[Extent] = []
-        overflows += _transfer_piece(
-            piece, entry, sources.descriptor(entry.file), target, at, target_dtype, blocks, advance, stop
-        )
+        if piece.transposed or tensor.plus_one:
+            overflows += _transfer_numbers(
+                piece, sources, target, at, target_dtype, tensor.plus_one, blocks, advance, stop
+            )
+        else:
+            overflows += _transfer_piece(
+                piece, entry, sources.descriptor(entry.file), target, at, target_dtype, blocks, advance, stop
+            )
         extents[piece] = Extent.joined(blocks)
     if not overflows:
         return None, extents
     return Overflow(sum(found.count for found in overflows), max(found.largest for found in overflows)), extents
+
+
+def _transfer_numbers(
+    piece: Piece,
+    sources: Sources,
+    target: int,
+    at: int,
+    target_dtype: str,
+    plus_one: bool,
+    extents: list[Extent],
+    advance: Callable[[int], None],
+    stop: Event,
+) -> list[Overflow]:
+    """Pieces that are not copied as they lie: matrices that the files hold as (in, out), and norms plus one."""
+    rows, columns = piece.rows[1] - piece.rows[0], piece.columns[1] - piece.columns[0]
+    step = max(1, COPY_BLOCK // (columns * 4))
+    overflows = []
+    for begin in range(0, rows, step):
+        values = np.ascontiguousarray(read_rows(sources, piece, begin, min(begin + step, rows)))
+        extents.append(extent(values))
+        if plus_one:
+            values = values.astype(np.float32) + np.float32(1)
+        stored = np.empty(values.shape, NUMPY_TYPES[target_dtype])
+        if values.dtype == stored.dtype:
+            stored = values
+        elif (found := cast(values, stored)) is not None:
+            overflows.append(found)
+        _write_blocks(stored.reshape(-1).view(np.uint8).data, target, at, advance, stop)
+        at += stored.nbytes
+    return overflows
 
 
 def _transfer_piece(

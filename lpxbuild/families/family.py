@@ -9,8 +9,9 @@ from typing import Any
 from lpxbuild.errors import SourceError
 from lpxbuild.families.reading import flag, positive_float, positive_int, source_dtype
 from lpxbuild.families.rope import read_rope
+from lpxbuild.families.rules import DECODER
 from lpxbuild.families.shape import ModelShape, TensorSpec
-from lpxbuild.families.weights import DECODER, WeightRule, dimensions
+from lpxbuild.families.weights import WeightRule
 
 Window = tuple["int | None", "tuple[str, ...] | None"]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu"}
@@ -104,19 +105,17 @@ class Family:
 
     def rules(self, shape: ModelShape) -> tuple[WeightRule, ...]:
         """The weight rules that hold for this model."""
-        return tuple(rule for rule in self.weights if rule.when is None or getattr(shape, rule.when))
+        return tuple(rule for rule in self.weights if rule.holds(shape))
 
     def tensors(self, shape: ModelShape) -> dict[str, TensorSpec]:
         """HF tensor names → expected shape; a tied head may be in the files or not."""
-        sizes = dimensions(shape)
         expected: dict[str, TensorSpec] = {}
         for rule in self.rules(shape):
-            for layer in range(shape.num_hidden_layers) if rule.place == "layer" else (0,):
-                for source, dims in zip(rule.sources, rule.dims):
-                    optional = rule.tied is not None and shape.tie_word_embeddings
-                    expected[source.format(layer=layer)] = TensorSpec(
-                        tuple(sizes[dim] for dim in dims), required=not optional
-                    )
+            optional = rule.tied is not None and shape.tie_word_embeddings
+            for layer in range(shape.num_hidden_layers) if rule.place == "layer" else (None,):
+                if layer is None or rule.in_layer(shape, layer):
+                    for name, size in rule.sources(shape, layer):
+                        expected[name] = TensorSpec(size, required=not optional)
         return expected
 
 
