@@ -72,10 +72,29 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
 def attention_features(shape: ModelShape, max_seq_len: int | None = None) -> tuple[str, ...]:
     """What attention needs beyond plain causal with one scale; empty = plain.
 
+    sliding_window, mixed_layers (only some layers have it), two_rope_bases (those layers turn by another base),
+    soft_cap (scores pass through tanh), alibi, long_rope (RoPE factors that change once a sequence grows longer than
+    the model was trained for).
+
     Args:
         shape: the model.
-        max_seq_len: longest sequence that will be run; a window that it never leaves is no window.
+        max_seq_len: longest sequence that will be run; a window that it never leaves is no window, and a length that
+            it never passes changes no factors.
     """
-    if shape.sliding_window is None or (max_seq_len is not None and max_seq_len <= shape.sliding_window):
-        return ()
-    return ("sliding_window",) if shape.layer_types is None else ("sliding_window", "mixed_layers")
+    features: list[str] = []
+    if shape.sliding_window is not None and (max_seq_len is None or max_seq_len > shape.sliding_window):
+        features.append("sliding_window")
+        if shape.layer_types is not None:
+            features.append("mixed_layers")
+    if shape.rotary_local_base is not None:
+        features.append("two_rope_bases")
+    if shape.attn_softcap is not None:
+        features.append("soft_cap")
+    if shape.position == "alibi":
+        features.append("alibi")
+    scaling = shape.rotary_scaling or {}
+    if scaling.get("rope_type") == "longrope" and (
+        max_seq_len is None or max_seq_len > scaling["original_max_position_embeddings"]
+    ):
+        features.append("long_rope")
+    return tuple(features)
