@@ -7,15 +7,23 @@ TensorRT-LLM 0.16 to 1.2 accept unknown keys at the top level, but fail on unkno
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lpxbuild import __version__
 from lpxbuild.errors import SourceError
 from lpxbuild.families import ModelShape, families
 from lpxbuild.families.reading import positive_int
+from lpxbuild.families.rope import long_rope_magnitude
 from lpxbuild.quantization import FORMATS, KV_CACHE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+POSITIONS = {"rope": "rope_gpt_neox", "learned": "learned_absolute", "alibi": "alibi_with_scale"}
+"""ModelShape.position → position_embedding_type; RoPE with factors that change with the length is "long_rope"."""
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+"""ModelShape.hidden_act → hidden_act. TensorRT-LLM runs every gelu as the tanh approximation."""
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu"}
+"""The same for layers whose mlp.fc holds both branches: fused MLPs and experts."""
 
 
 def trtllm_config(
@@ -35,10 +43,6 @@ def trtllm_config(
         dtype: element type of the checkpoint.
         generation: what the layout has no field for (end_ids, pad_id, bos_id, source), written under `lpx`.
     """
-    scaling = None
-    if shape.rotary_scaling is not None:
-        # TensorRT-LLM reads `type` first, then `rope_type`.
-        scaling = {"type": shape.rotary_scaling["rope_type"], **shape.rotary_scaling}
     return {
         "producer": {"name": "lpx", "version": __version__},
         "architecture": shape.architecture,
@@ -51,12 +55,10 @@ def trtllm_config(
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         "head_size": shape.head_size,
-        "hidden_act": shape.hidden_act,
+        "hidden_act": (GATED if shape.mlp == "fused" or shape.moe else ACTIVATIONS)[shape.hidden_act],
         "norm_epsilon": shape.norm_epsilon,
-        "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": shape.max_position_embeddings,
-        "rotary_base": shape.rotary_base,
-        "rotary_scaling": scaling,
+        **_positions(shape),
         "tie_word_embeddings": shape.tie_word_embeddings,
         # Embeddings are always split by vocabulary; with one rank this is the whole table.
         "use_parallel_embedding": True,
@@ -69,6 +71,7 @@ def trtllm_config(
             "tp_size": tensor_parallel,
             "pp_size": pipeline_parallel,
             "cp_size": 1,
+            **({"moe_tp_size": tensor_parallel, "moe_ep_size": 1} if shape.moe else {}),
         },
         "quantization": {
             "quant_algo": FORMATS[quantization_format].quant_algo,
@@ -82,14 +85,54 @@ def trtllm_config(
             "quantization_format": quantization_format,
             **generation,
             # TensorRT-LLM's checkpoint has no field for these; the embedded engine needs them.
+            "hidden_act": shape.hidden_act,
             "sliding_window": shape.sliding_window,
             "layer_types": list(shape.layer_types) if shape.layer_types is not None else None,
         },
     }
 
 
+def _positions(shape: ModelShape) -> dict[str, Any]:
+    fields: dict[str, Any] = {"position_embedding_type": POSITIONS[shape.position]}
+    if shape.position != "rope":
+        return fields
+    fields["rotary_base"] = shape.rotary_base
+    if shape.rotary_pct != 1:
+        fields["rotary_pct"] = shape.rotary_pct
+    scaling = shape.rotary_scaling
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        return {
+            **fields,
+            "position_embedding_type": "long_rope",
+            "rotary_scaling": None,
+            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+            "longrope_scaling_short_factors": scaling["short_factor"],
+            "longrope_scaling_long_factors": scaling["long_factor"],
+        }
+    # TensorRT-LLM reads `type` first, then `rope_type`.
+    fields["rotary_scaling"] = None if scaling is None else {"type": scaling["rope_type"], **scaling}
+    return fields
+
+
+def _scaling(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The way back from `_positions`: ModelShape.rotary_scaling."""
+    if config["position_embedding_type"] == "long_rope":
+        original = positive_int(config, "original_max_position_embeddings")
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(config["longrope_scaling_short_factors"]),
+            "long_factor": list(config["longrope_scaling_long_factors"]),
+            "original_max_position_embeddings": original,
+            "attention_factor": long_rope_magnitude(positive_int(config, "max_position_embeddings"), original),
+        }
+    scaling = config.get("rotary_scaling")
+    return None if scaling is None else {key: scaling[key] for key in scaling if key != "type"}
+
+
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     """The ModelShape that a config.json of lpx was written from; `dtype` is the checkpoint's.
+
+    TensorRT-LLM's own fields are read wherever it has one, so that what is run here is what it would run.
 
     Raises:
         SourceError: not written by lpx, or by a version with another format.
@@ -108,9 +151,8 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
             next="build the checkpoint again with `lpx build RECIPE --to checkpoint --force`",
         )
     family = families()[lpx["family"]]
-    scaling = config["rotary_scaling"]
-    return ModelShape(
-        family=family.name,
+    kind = "rope" if config["position_embedding_type"] == "long_rope" else config["position_embedding_type"]
+    shape = family.plain(
         architecture=config["architecture"],
         hidden_size=positive_int(config, "hidden_size"),
         intermediate_size=positive_int(config, "intermediate_size"),
@@ -121,16 +163,14 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         vocab_size=positive_int(config, "vocab_size"),
         max_position_embeddings=positive_int(config, "max_position_embeddings"),
         norm_epsilon=config["norm_epsilon"],
-        hidden_act=config["hidden_act"],
-        rotary_base=config["rotary_base"],
-        rotary_scaling=None if scaling is None else {key: scaling[key] for key in scaling if key != "type"},
+        hidden_act=lpx["hidden_act"],
+        position=next((ours for ours, theirs in POSITIONS.items() if theirs == kind), "rope"),
+        rotary_base=config.get("rotary_base", 10000.0),
+        rotary_pct=config.get("rotary_pct", 1.0),
+        rotary_scaling=_scaling(config),
         tie_word_embeddings=config["tie_word_embeddings"],
         dtype=config["dtype"],
-        qkv_bias=config["attn_bias"],
-        # In TensorRT-LLM's Llama class attn_bias covers the output projection; Qwen's has none there.
-        dense_bias=config["attn_bias"] and family.dense_bias is not False,
-        mlp_bias=config["mlp_bias"],
-        qk_norm=family.qk_norm,
         sliding_window=lpx["sliding_window"],
         layer_types=None if lpx["layer_types"] is None else tuple(lpx["layer_types"]),
     )
+    return replace(shape, **family.rebuild(config, shape))

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from lpxbuild.families.family import Family, Window
-from lpxbuild.families.llama import llama_fields
-from lpxbuild.families.reading import positive_int
-
-
-def _window(config: Mapping[str, Any], _layers: int) -> Window:
-    if config["sliding_window"] is None:
-        return None, None
-    return positive_int(config, "sliding_window"), None
-
+from lpxbuild.families.family import Family
+from lpxbuild.families.llama import biases_of_llama, llama_fields
+from lpxbuild.families.window import one_window
 
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
+    checked_against="oracle, transformers' logits",
     # transformers takes a window of 4096 where the key is absent; null switches it off.
     defaults={
         "max_position_embeddings": 131072,
@@ -26,6 +17,7 @@ FAMILY = Family(
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,
     },
-    window=_window,
+    window=one_window,
     trtllm_fields=llama_fields,
+    rebuild=biases_of_llama,
 )

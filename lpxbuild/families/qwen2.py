@@ -6,21 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from lpxbuild.errors import SourceError
-from lpxbuild.families.family import Family, Window
+from lpxbuild.families.family import Family
 from lpxbuild.families.reading import flag, positive_int
 from lpxbuild.families.shape import ModelShape
+from lpxbuild.families.window import FULL, SLIDING, Window, layer_types, window_of
 
 
 def qwen_window(config: Mapping[str, Any], layers: int) -> Window:
     """transformers' rule: layers from max_window_layers on, or `layer_types`; nothing without use_sliding_window."""
     size = config.get("sliding_window") if flag(config, "use_sliding_window", False) else None
-    types = config.get("layer_types")
-    if types is not None and not isinstance(types, list):
-        raise SourceError(
-            f"config.json: layer_types is {types!r}",
-            why=f"a list of {layers} kinds is needed, one for each layer",
-            next="compare config.json with the original repository of the model",
-        )
+    types = layer_types(config, layers)
     if types is None:
         first = config.get("max_window_layers", 28)
         if size is not None and type(first) is not int:
@@ -29,18 +24,8 @@ def qwen_window(config: Mapping[str, Any], layers: int) -> Window:
                 why="it names the first layer with a sliding window",
                 next="compare config.json with the original repository of the model",
             )
-        types = [
-            "sliding_attention" if size is not None and layer >= first else "full_attention" for layer in range(layers)
-        ]
-    unknown = sorted({str(kind) for kind in types} - {"sliding_attention", "full_attention"})
-    if len(types) != layers or unknown:
-        raise SourceError(
-            f"config.json: layer_types has {len(types)} entries"
-            + (f", among them {', '.join(unknown)}" if unknown else ""),
-            why=f"one of full_attention, sliding_attention for each of the {layers} layers is needed",
-            next="compare config.json with the original repository of the model",
-        )
-    if "sliding_attention" not in types:
+        types = [SLIDING if size is not None and layer >= first else FULL for layer in range(layers)]
+    if SLIDING not in types:
         return None, None
     if size is None:
         raise SourceError(
@@ -48,8 +33,7 @@ def qwen_window(config: Mapping[str, Any], layers: int) -> Window:
             why="use_sliding_window and sliding_window must be given with it",
             next="compare config.json with the original repository of the model",
         )
-    window = positive_int(config, "sliding_window")
-    return window, tuple(types) if "full_attention" in types else None
+    return window_of(types, positive_int(config, "sliding_window"))
 
 
 def qwen_fields(shape: ModelShape) -> dict[str, Any]:
@@ -63,9 +47,15 @@ def qwen_fields(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+def biases_of_qwen(config: Mapping[str, Any], _shape: ModelShape) -> dict[str, Any]:
+    """In TensorRT-LLM's Qwen class the output projection has no bias."""
+    return {"qkv_bias": config["attn_bias"], "mlp_bias": config["mlp_bias"]}
+
+
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
+    checked_against="oracle, transformers' logits",
     defaults={
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
@@ -75,4 +65,5 @@ FAMILY = Family(
     qkv_bias=True,
     window=qwen_window,
     trtllm_fields=qwen_fields,
+    rebuild=biases_of_qwen,
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lpxbuild.families.family import Family
-from lpxbuild.families.qwen2 import qwen_fields, qwen_window
+from lpxbuild.families.qwen2 import biases_of_qwen, qwen_fields, qwen_window
 
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
+    checked_against="oracle, transformers' logits",
     defaults={
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
@@ -20,4 +21,5 @@ FAMILY = Family(
     unrepresentable=("attention_bias",),
     window=qwen_window,
     trtllm_fields=qwen_fields,
+    rebuild=biases_of_qwen,
 )

@@ -17,18 +17,14 @@ SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(
-    config: Mapping[str, Any], *, default_theta: float, max_position_embeddings: int
+    config: Mapping[str, Any], default_theta: float, max_position_embeddings: int
 ) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling of a config; scaling None means plain RoPE.
 
     Raises:
         SourceError: a kind that is not supported, a number that is missing, two bases that disagree.
     """
-    parameters = _mapping(config, "rope_parameters")
-    scaling = _mapping(config, "rope_scaling")
-    if parameters and not scaling:
-        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
-    base = _base(config, parameters, default_theta)
+    base, scaling, parameters = spelled(config, default_theta)
     for holder in (config, parameters):
         partial = holder.get("partial_rotary_factor")
         if partial is not None and partial != 1:
@@ -37,10 +33,39 @@ def read_rope(
                 why="this family turns whole heads; a partial rotary embedding has no place in its layout",
                 next="compare config.json with the original repository of the model",
             )
-    kind = _kind(scaling)
+    kind = kind_of(scaling)
     if kind == "default":
         return base, None
     return base, _READERS[kind](scaling, max_position_embeddings)
+
+
+def plain_rope(config: Mapping[str, Any], default_theta: float, _positions: int) -> tuple[float, None]:
+    """The base alone, for classes of TensorRT-LLM that have no scaling.
+
+    Raises:
+        SourceError: the config scales RoPE.
+    """
+    base, scaling, _ = spelled(config, default_theta)
+    kind_of(scaling, ("default",))
+    return base, None
+
+
+def no_rope(_config: Mapping[str, Any], default_theta: float, _positions: int) -> tuple[float, None]:
+    """For families whose positions are learned."""
+    return default_theta, None
+
+
+def spelled(config: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """Base, `rope_scaling` in either spelling (empty = none), and `rope_parameters` as it is.
+
+    Raises:
+        SourceError: not one set of numbers, or two bases that disagree.
+    """
+    parameters = _mapping(config, "rope_parameters")
+    scaling = _mapping(config, "rope_scaling")
+    if parameters and not scaling:
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    return _base(config, parameters, default_theta), scaling, parameters
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -75,16 +100,21 @@ def _base(config: Mapping[str, Any], parameters: Mapping[str, Any], default: flo
     return next(iter(bases.values()), default)
 
 
-def _kind(scaling: Mapping[str, Any]) -> str:
+def kind_of(scaling: Mapping[str, Any], supported: tuple[str, ...] = SUPPORTED) -> str:
+    """The `rope_type` of a scaling.
+
+    Raises:
+        SourceError: one that is not among the supported ones.
+    """
     if not scaling:
         return "default"
     named = scaling.get("rope_type", scaling.get("type"))
     if named is None or named == "none":
         named = "default"
-    if named not in SUPPORTED:
+    if named not in supported:
         raise SourceError(
             f"config.json: rope_scaling has rope_type {named!r}, which lpx does not support",
-            why=f"supported rope types: {', '.join(SUPPORTED)}; left out, the model would answer nonsense",
+            why=f"supported rope types: {', '.join(supported)}; left out, the model would answer nonsense",
             next="use a model with one of these, or its original config.json if this one was edited",
         )
     return str(named)
@@ -148,3 +178,9 @@ def _yarn(scaling: Mapping[str, Any], max_position_embeddings: int) -> dict[str,
 
 
 _READERS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+def long_rope_magnitude(max_position_embeddings: int, original: int) -> float:
+    """Factor of cos and sin of longrope, as transformers and TensorRT-LLM compute it from the two lengths."""
+    factor = max_position_embeddings / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -20,7 +20,7 @@ from lpxbuild.source.folder import (
 )
 from lpxbuild.source.records import Source, SourceFile
 from lpxbuild.source.tokens import check_vocabulary, read_vocabulary, special_ids
-from lpxbuild.source.weights import HEAD, check_tied_head, dtype_notices, match_tensors, stored_dtype
+from lpxbuild.source.weights import check_tied_head, dtype_notices, match_tensors, stored_dtype
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -69,8 +69,8 @@ def check(
         notices += check_vocabulary(vocabulary, shape.vocab_size)
     ids = special_ids(path, config, generation_config, vocabulary, shape.vocab_size)
     notices += ids.notices
-    if shape.tie_word_embeddings and HEAD in tensors:
-        check_tied_head(tensors)
+    if shape.tie_word_embeddings:
+        check_tied_head(tensors, family)
 
     for notice in notices:
         output.notice(notice)

@@ -238,13 +238,14 @@ def test_what_the_layout_has_no_field_for(tmp_path: Path) -> None:
     config = config_for("mistral", sliding_window=8)
     convert(checked(write_source(tmp_path / "source", config, hf_tensors(config))), tmp_path / "out", dtype="auto")
     assert json.loads((tmp_path / "out/config.json").read_text())["lpx"] == {
-        "format_version": 1,
+        "format_version": 2,
         "family": "mistral",
         "quantization_format": "none",
         "end_ids": [2],
         "pad_id": 2,
         "bos_id": 1,
         "source": "tiny",
+        "hidden_act": "silu",
         "sliding_window": 8,
         "layer_types": None,
     }
@@ -318,8 +319,8 @@ class TestReader:
             ("{", "not valid JSON"),
             ("[]", "not a JSON object"),
             ("{}", "no `lpx` entry"),
-            ('{"lpx": {"family": "llama", "format_version": 2}}', "format version 2"),
-            ('{"lpx": {"family": "llama", "format_version": 1}}', "key 'rotary_scaling' is missing"),
+            ('{"lpx": {"family": "llama", "format_version": 3}}', "format version 3"),
+            ('{"lpx": {"family": "llama", "format_version": 2}}', "key 'position_embedding_type' is missing"),
         ],
     )
     def test_config(self, folder: Path, text: str | None, message: str) -> None:
