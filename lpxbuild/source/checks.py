@@ -7,10 +7,13 @@ from pathlib import Path
 
 from lpxbuild.families import check_parallel, family_for
 from lpxbuild.output import Output
+from lpxbuild.quantization.formats import Layout
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source.folder import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
+    QUANTIZATION_FILES,
     WEIGHTS,
     download_command,
     read_config,
@@ -18,9 +21,10 @@ from lpxbuild.source.folder import (
     read_tensors,
     tokenizer_files,
 )
+from lpxbuild.source.quantized import check_settings, check_use, read_quantization, settings_of
 from lpxbuild.source.records import Source, SourceFile
 from lpxbuild.source.tokens import check_vocabulary, read_vocabulary, special_ids
-from lpxbuild.source.weights import check_tied_head, dtype_notices, match_tensors, stored_dtype
+from lpxbuild.source.weights import check_tied_head, dtype_notices, match_tensors, stored_dtype, with_prefix
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -34,6 +38,8 @@ def check(
     need_tokenizer: bool = True,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    layout: Layout | None = None,
+    scheme: Scheme | None = None,
     output: Output,
 ) -> Source:
     """Check a Hugging Face folder as a whole: config, index, headers, shapes, dtypes, tokenizer, special ids.
@@ -46,23 +52,34 @@ def check(
         origin: what the recipe calls the source; shown in commands.
         revision: the commit, where the caller knows it; else it is taken from the hub's own records beside the files.
         need_tokenizer: False for builds that stop at the checkpoint.
+        layout: the checkpoint that is to be made of it; decides what a source that is quantized already may be.
+        scheme: the quantization that the recipe asks for; None = the source's own, or none.
 
     Raises:
         SourceError: names file, tensor or key, what was expected and found, and what to do.
     """
     path = Path(path)
     config = read_config(path)
+    settings = settings_of(path, config)
     family = family_for(config)
     shape = family.model_shape(config)
     check_parallel(shape, tensor_parallel, pipeline_parallel)
+    if settings is not None:
+        check_settings(settings, family, shape, layout=layout, scheme=scheme)
     generation_config = read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {}
 
     revision = hub_revision(path) or revision
     found, weight_files = read_tensors(path, origin, revision)
     shape = family.model_shape(config, stored_dtype=stored_dtype(found))
     download = download_command(path, origin, INDEX if (path / INDEX).is_file() else WEIGHTS, revision)
-    tensors, notices = match_tensors(found, family, shape, download=download)
+    quantization = None
+    if settings is not None:
+        quantization = read_quantization(settings, family, shape, with_prefix(found, family))
+    tensors, notices = match_tensors(found, family, shape, download=download, quantization=quantization)
     notices += dtype_notices(tensors, shape)
+    if quantization is not None:
+        check_use(quantization, family, shape, layout=layout, scheme=scheme, tensor_parallel=tensor_parallel)
+        notices += quantization.notices
 
     vocabulary = read_vocabulary(path, need_tokenizer=need_tokenizer)
     if vocabulary is not None:
@@ -74,7 +91,7 @@ def check(
 
     for notice in notices:
         output.notice(notice)
-    jsons = [path / name for name in (CONFIG, GENERATION_CONFIG, INDEX) if (path / name).is_file()]
+    jsons = [path / n for n in (CONFIG, GENERATION_CONFIG, INDEX, *QUANTIZATION_FILES) if (path / n).is_file()]
     return Source(
         path=path,
         origin=origin,
@@ -91,6 +108,7 @@ def check(
         pad_id=ids.pad,
         bos_id=ids.bos,
         notices=tuple(notices),
+        quantization=quantization,
     )
 
 

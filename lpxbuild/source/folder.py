@@ -78,10 +78,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a folder that is a whole, unquantized model.
+    """config.json of a folder that is a whole model.
 
     Raises:
-        SourceError: not a folder, a LoRA adapter, another format, quantized weights.
+        SourceError: not a folder, a LoRA adapter, another format.
     """
     if not path.exists():
         raise SourceError(
@@ -95,20 +95,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise _adapter(path)
     if not (path / CONFIG).is_file():
         raise _no_config(path)
-    config = read_json(path / CONFIG)
-    check_unquantized(path, config)
-    return config
-
-
-def check_unquantized(path: Path, config: dict[str, Any]) -> None:
-    """Refuses a checkpoint whose weights are quantized already, by the name of the method."""
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key):
-            raise _quantized(f"{CONFIG} has a {key}", _method(config[key]))
-    for name in QUANTIZATION_FILES:
-        if (path / name).is_file():
-            settings = read_json(path / name)
-            raise _quantized(f"the folder has {name}", _method(settings.get("quantization", settings)))
+    return read_json(path / CONFIG)
 
 
 def read_tensors(path: Path, origin: str, revision: str | None) -> tuple[dict[str, TensorEntry], list[Path]]:
@@ -157,27 +144,6 @@ def read_tensors(path: Path, origin: str, revision: str | None) -> tuple[dict[st
                 next=download_command(path, origin, name, revision),
             )
     return tensors, [path / name for name in names]
-
-
-def _method(settings: Any) -> str:
-    if not isinstance(settings, dict):
-        return "unknown"
-    for key in ("quant_method", "quant_algo", "quant_library"):
-        if settings.get(key):
-            return str(settings[key])
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
-        return "bitsandbytes"
-    if "bits" in settings or "w_bit" in settings:
-        return "awq" if "w_bit" in settings else "gptq"
-    return "unknown"
-
-
-def _quantized(where: str, method: str) -> SourceError:
-    return SourceError(
-        f"the source is already quantized: {where}, method {method}",
-        why="lpx quantizes by itself and reads float32, bfloat16 or float16 weights only",
-        next="give the original, unquantized model as model.source and name the format under quantization.format",
-    )
 
 
 def _adapter(path: Path) -> SourceError:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lpxbuild.source.folder import CONFIG, read_config
+from lpxbuild.source.quantized import settings_of
 
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 
@@ -35,7 +36,7 @@ def glance(location: str, revision: str | None, *, hub: bool) -> Glance:
         from lpxbuild.source.hub import fetch_small
 
         folder, commit = fetch_small(location, revision, (CONFIG, *_TEMPLATE_FILES))
-        return Glance(read_config(folder), commit, _has_template(folder))
+        return Glance(_readable(folder), commit, _has_template(folder))
     path = Path(location)
     if path.is_file():
         from lpxbuild.source.gguf.metadata import Metadata, model_config, open_gguf
@@ -46,7 +47,14 @@ def glance(location: str, revision: str | None, *, hub: bool) -> Glance:
         metadata.check_architecture()
         config = model_config(metadata, plan_weights(metadata, reader.tensors, "auto"))
         return Glance(config, None, bool(metadata.text("tokenizer.chat_template")))
-    return Glance(read_config(path), None, _has_template(path))
+    return Glance(_readable(path), None, _has_template(path))
+
+
+def _readable(folder: Path) -> dict[str, Any]:
+    """The config, where lpx reads this kind of weights."""
+    config = read_config(folder)
+    settings_of(folder, config)
+    return config
 
 
 def _has_template(folder: Path) -> bool:

@@ -32,6 +32,7 @@ from lpxbuild.source.folder import (
     WEIGHTS,
     read_config,
 )
+from lpxbuild.source.quantized import settings_of
 from lpxbuild.source.resume import preload
 
 SMALL_FILES = (
@@ -88,7 +89,9 @@ def fetch_repository(repository: str, revision: str | None, *, destination: Path
         folder = Path(_download(found, small[0])).parent
         for name in small[1:]:
             _download(found, name)
-        family_for(read_config(folder))  # refuse before gigabytes are on their way
+        config = read_config(folder)
+        settings_of(folder, config)  # refuse before gigabytes are on their way
+        family_for(config)
         weights = _weight_files(folder, found)
         total = sum(found.sizes[name] or 0 for name in weights if not (folder / name).exists())
         _check_space(folder, total)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lpxbuild.families.shape import ModelShape
+
+if TYPE_CHECKING:
+    from lpxbuild.source.quantized import SourceQuantization
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Source:
         end_ids: all ids that end a generation; the first is the primary one.
         pad_id: padding id; the primary end id where the model names none.
         notices: what the user should know, already given to the output.
+        quantization: how the weights are quantized already; None = they are plain.
     """
 
     path: Path
@@ -62,3 +66,4 @@ class Source:
     pad_id: int
     bos_id: int | None
     notices: tuple[str, ...]
+    quantization: SourceQuantization | None = None

@@ -114,12 +114,13 @@ def test_missing_path(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "method"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "gptq"),
+        ({"quant_method": "fp8", "activation_scheme": "guessed"}, "fp8"),
         ({"load_in_8bit": True}, "bitsandbytes"),
         ({"bits": 4, "group_size": 128}, "gptq"),
-        ({"w_bit": 4}, "awq"),
-        ({"quant_algo": "NVFP4"}, "NVFP4"),
+        ({"w_bit": 8}, "awq"),
+        ({"quant_algo": "MXFP8"}, "modelopt"),
+        ({"quant_method": "wavelets"}, "wavelets"),
     ],
 )
 def test_quantized_sources_by_method(model, settings, method):
@@ -127,11 +128,17 @@ def test_quantized_sources_by_method(model, settings, method):
     assert f"method {method}" in refusal(model).what
 
 
+@pytest.mark.parametrize("settings", [{"quant_method": "fp8"}, {"quant_algo": "NVFP4"}, {"w_bit": 4}])
+def test_plain_weights_under_quantization_settings(model, settings):
+    edit(model, quantization_config=settings)
+    assert "model.layers.0.self_attn.q_proj." in refusal(model).what
+
+
 def test_quantization_files_beside_a_clean_config(model):
-    edit(model, "hf_quant_config.json", quantization={"quant_algo": "FP8"})
+    edit(model, "hf_quant_config.json", quantization={"quant_algo": "FP5"})
     error = refusal(model)
     assert "hf_quant_config.json" in error.what
-    assert "method FP8" in error.what
+    assert "method modelopt; quant_algo FP5" in error.what
 
 
 def test_integer_weights_are_quantized_weights(model):
