@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from lpxbuild.families import ModelShape, check_parallel, family_named, stage_layers
+from lpxbuild.families import ModelShape, check_expressible, check_parallel, family_named, stage_layers
 from lpxbuild.families.weights import Part, WeightRule, dimensions, expert_numbers
 
 
@@ -107,8 +107,9 @@ def plan(shape: ModelShape, tensor: int, pipeline: int) -> Iterator[RankTensor]:
         tensor, pipeline: tensor-parallel and pipeline-parallel sizes.
 
     Raises:
-        SourceError: the heads, the MLP or the layers cannot be split so.
+        SourceError: the heads, the MLP or the layers cannot be split so, or the layout has no field for the model.
     """
+    check_expressible(shape)
     check_parallel(shape, tensor, pipeline)
     rules = family_named(shape.family).rules(shape)
     for stage, layers in enumerate(stage_layers(shape.num_hidden_layers, pipeline)):

@@ -13,7 +13,7 @@ from typing import Any
 
 from lpxbuild.errors import SourceError
 from lpxbuild.families.family import Family, architecture_of
-from lpxbuild.families.parallel import check_parallel, stage_layers, tensor_parallel_sizes
+from lpxbuild.families.parallel import check_expressible, check_parallel, stage_layers, tensor_parallel_sizes
 from lpxbuild.families.shape import ModelShape, TensorSpec
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ModelShape",
     "TensorSpec",
     "attention_features",
+    "check_expressible",
     "check_parallel",
     "families",
     "family_for",
@@ -57,6 +58,8 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
         SourceError: names the architecture found and the supported ones.
     """
     architecture, model_type = architecture_of(hf_config), hf_config.get("model_type")
+    if isinstance(hf_config.get("text_config"), Mapping):
+        raise _nested(architecture, model_type, hf_config["text_config"])
     for family in families().values():
         known = architecture in family.architectures if architecture else model_type == family.name
         if known and model_type in (None, family.name):
@@ -66,6 +69,19 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
         f"architecture {architecture} (model_type {model_type}) is not supported",
         why=f"supported: {supported}",
         next="choose a model of one of these families",
+    )
+
+
+def _nested(architecture: str | None, model_type: Any, text: Mapping[str, Any]) -> SourceError:
+    inner = text.get("model_type")
+    known = [family for family in families().values() if family.name == inner]
+    named = f"{known[0].architectures[0]} ({inner})" if known else f"model_type {inner}"
+    return SourceError(
+        f"architecture {architecture} (model_type {model_type}) is a model of images and text",
+        why=f"its text part is a nested {named}; lpx converts models of text alone, and leaves nothing out silently",
+        next="give a text-only release of the model, or save its text part as one with transformers (docs/families.md)"
+        if known
+        else "choose a model of text alone",
     )
 
 

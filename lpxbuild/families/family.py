@@ -43,6 +43,11 @@ def nothing_further(_config: Config, _shape: ModelShape) -> dict[str, Any]:
     return {}
 
 
+def nothing_amiss(_shape: ModelShape) -> None:
+    """TensorRT-LLM's class can express every model of the family."""
+    return None
+
+
 @dataclass(frozen=True)
 class Family:
     """One entry of the registry; a file of this package declares it as `FAMILY`.
@@ -53,7 +58,6 @@ class Family:
         checked_against: what the tests compare it with, for the table of families.
         defaults: what transformers takes where config.json is silent, by the keys of config.json.
         keys: our name of a size → the family's key of it, where it is another ("hidden_size": "n_embd").
-        model_types: further names of the family in old configs.
         activations: HF's names → ModelShape.hidden_act; the first is the family's usual one.
         activation_key, norm_key: the keys of the activation and of the norms' epsilon.
         norm, mlp, position, qk_norm, sandwich_norms: of every model of the family, as in ModelShape.
@@ -69,7 +73,8 @@ class Family:
         prefix: begins the names of transformers' tensors, and is missing from files on the hub.
         pipeline: whether TensorRT-LLM's class can be cut into pipeline stages.
         copies_kv_heads: whether KV heads may be copied where there are more ranks.
-        whole_vocabulary: vocabulary and learned positions must be multiples of the ranks (no padding).
+        whole: fields of ModelShape that must be multiples of the ranks, beside heads and MLP (no padding there).
+        misfit: what TensorRT-LLM's class cannot express of this model: (what, why), None where it can everything.
     """
 
     name: str
@@ -77,7 +82,6 @@ class Family:
     defaults: Config
     checked_against: str = "transformers' logits"
     keys: Mapping[str, str] = field(default_factory=dict)
-    model_types: tuple[str, ...] = ()
     activations: Mapping[str, str] = field(default_factory=lambda: SILU)
     activation_key: str = "hidden_act"
     norm_key: str = "rms_norm_eps"
@@ -100,7 +104,8 @@ class Family:
     prefix: str = ""
     pipeline: bool = True
     copies_kv_heads: bool = True
-    whole_vocabulary: bool = False
+    whole: tuple[str, ...] = ()
+    misfit: Callable[[ModelShape], tuple[str, str] | None] = nothing_amiss
 
     def model_shape(self, hf_config: Config, *, stored_dtype: str | None = None) -> ModelShape:
         """Check and normalise a HF config.

@@ -54,7 +54,7 @@ def shape(family: str = "llama", **changes: Any) -> ModelShape:
 class TestRegistry:
     def test_each_family_is_one_file(self) -> None:
         folder = Path(lpxbuild.families.__file__).parent
-        assert set(families()) == set(ARCHITECTURES)
+        assert set(ARCHITECTURES) <= set(families())
         for name in families():
             assert "FAMILY = Family(" in (folder / f"{name}.py").read_text()
 
