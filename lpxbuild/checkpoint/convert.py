@@ -223,14 +223,14 @@ def _write(
         sources.close()
 
 
-def _run(tensors: Sequence[RankTensor], work: Callable[[RankTensor], None], workers: int, stop: Event) -> None:
-    """Do all tensors with `workers` threads; the first error, or Ctrl-C, stops the others between two blocks."""
+def _run(tensors: Sequence[T], work: Callable[[T], None], workers: int, stop: Event) -> None:
+    """Do all tensors (or other pieces of work) with `workers` threads; the first error, or Ctrl-C, stops the others between two blocks."""
     if workers == 1:
         for tensor in tensors:
             work(tensor)
         return
     lock = Lock()
-    remaining: Iterator[RankTensor] = iter(tensors)
+    remaining: Iterator[T] = iter(tensors)
     errors: list[BaseException] = []
 
     def loop() -> None:
