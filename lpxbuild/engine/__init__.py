@@ -6,7 +6,7 @@ One entry of `BACKENDS` per backend; its module is imported when it is used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,12 +50,16 @@ class EngineReport:
     """What was compiled.
 
     Args:
-        executor: the runtime loop that runs it ("paged": requests join a running batch).
+        executor: the runtime loop that runs it ("paged": requests join a running batch; "stateful": one request
+            after the other).
         precision: "exact" or "fast".
         weight_bytes: size of the stored weights.
-        kv_blocks: blocks of the paged KV cache.
+        kv_blocks: blocks of the paged KV cache; 0 with the stateful executor, whose cache grows with its request.
         attention_features: what the model's attention does beyond plain causal attention ("sliding_window"); all of it
             is executed exactly.
+        weights: quantization format -> how the graph keeps the weights of its linear layers.
+        activations, kv_cache: what they are computed and kept in, whatever the format says: activation scales and
+            scales of the KV cache are not applied.
     """
 
     executor: str
@@ -63,6 +67,9 @@ class EngineReport:
     weight_bytes: int
     kv_blocks: int
     attention_features: tuple[str, ...] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)
+    activations: str = "float32"
+    kv_cache: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -73,21 +80,33 @@ class Backend:
         module: has `compile_engine(checkpoint, destination, *, limits, runtime, output) -> EngineReport`.
         attention: feature -> executor. A feature that is absent is refused. How each was measured:
             docs/attention-features.md.
-        refused: feature -> why, for features that were tried and are not executed exactly.
+        refused: feature -> why, for features that are not executed exactly.
+        advice: refused feature -> what to do.
     """
 
     module: str
     attention: Mapping[str, str]
     refused: Mapping[str, str]
+    advice: Mapping[str, str] = field(default_factory=dict)
 
 
 BACKENDS: dict[str, Backend] = {
     "openvino": Backend(
         module="lpxbuild.engine.openvino.compile",
-        attention={"sliding_window": "paged", "mixed_layers": "paged"},
+        attention={
+            "sliding_window": "paged",
+            "mixed_layers": "paged",
+            "two_rope_bases": "paged",
+            "soft_cap": "stateful",
+            "alibi": "stateful",
+        },
         refused={
-            "soft_cap": "the paged pipeline does not know an attention whose scores pass through tanh",
-            "alibi": "the paged pipeline drops the mask, and the ALiBi slopes in it with it",
+            "long_rope": "its RoPE factors change when a sequence grows beyond the length that the model was trained "
+            "for (original_max_position_embeddings); transformers computes the whole sequence anew there, which an "
+            "engine with a KV cache cannot; up to that length it is exact",
+        },
+        advice={
+            "long_rope": "set limits.max_seq_len to at most original_max_position_embeddings of the model's config.json"
         },
     ),
 }
@@ -109,7 +128,7 @@ def check_features(features: Iterable[str], backend: str) -> str:
             raise SourceError(
                 f"the model uses the attention feature {feature!r}, which backend {backend} does not execute exactly",
                 why=entry.refused.get(feature, f"it executes {', '.join(sorted(entry.attention))} and plain attention"),
-                next="use another model, or another backend (backend: in the recipe)",
+                next=entry.advice.get(feature, "use another model, or another backend (backend: in the recipe)"),
             )
     executors = {entry.attention[feature] for feature in features} | {"paged"}
     return "stateful" if "stateful" in executors else "paged"

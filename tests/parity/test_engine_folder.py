@@ -147,17 +147,15 @@ def test_a_missing_rank_file_is_named(tiny_checkpoint: Path, tmp_path: Path) -> 
         compiled(broken, tmp_path / "engine", Sizes())
 
 
-def test_a_format_that_the_engine_cannot_run_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    other = tmp_path / "checkpoint"
-    other.mkdir()
-    for file in tiny_checkpoint.iterdir():
-        if file.is_file():
-            (other / file.name).write_bytes(file.read_bytes())
-    config = json.loads((other / "config.json").read_text())
-    config["quantization"]["quant_algo"] = "FP8"
-    (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SourceError, match="FP8"):
-        compiled(other, tmp_path / "engine", Sizes())
+def test_a_quantized_cache_is_said_not_to_be_executed() -> None:
+    from lpxbuild.engine.openvino.compile import _notice_kv_cache
+
+    output = Output.quiet()
+    _notice_kv_cache({"quantization": {"kv_cache_quant_algo": "FP8"}}, output)
+    assert "float32" in output.notices[0]
+    assert "FP8" in output.notices[0]
+    _notice_kv_cache({"quantization": {"kv_cache_quant_algo": None}}, output)
+    assert len(output.notices) == 1
 
 
 def test_without_openvino_the_extra_is_named(
@@ -177,8 +175,12 @@ def test_without_openvino_the_extra_is_named(
 def test_attention_features() -> None:
     assert check_features((), "openvino") == "paged"
     assert check_features(("sliding_window", "mixed_layers"), "openvino") == "paged"
-    with pytest.raises(SourceError, match="soft_cap"):
-        check_features(("sliding_window", "soft_cap"), "openvino")
+    assert check_features(("sliding_window", "mixed_layers", "two_rope_bases"), "openvino") == "paged"
+    assert check_features(("sliding_window", "mixed_layers", "soft_cap"), "openvino") == "stateful"
+    assert check_features(("alibi",), "openvino") == "stateful"
+    with pytest.raises(SourceError, match="long_rope") as caught:
+        check_features(("long_rope",), "openvino")
+    assert "limits.max_seq_len" in caught.value.next
     with pytest.raises(SourceError, match="something_new"):
         check_features(("something_new",), "openvino")
     with pytest.raises(RecipeError, match="tensorrt"):

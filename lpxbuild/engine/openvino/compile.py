@@ -13,15 +13,13 @@ from typing import Any
 import lpxbuild
 from lpxbuild import checkpoint as checkpoints
 from lpxbuild.engine import EngineReport, Limits, Runtime, check_features
-from lpxbuild.engine.openvino.graph import WeightForm, build_graph
+from lpxbuild.engine.openvino.graph import DecoderGraph
 from lpxbuild.engine.openvino.weights import MergedWeights
-from lpxbuild.errors import HostError, RecipeError, SourceError
-from lpxbuild.families import attention_features
+from lpxbuild.errors import HostError, RecipeError
+from lpxbuild.families import ModelShape, attention_features
 from lpxbuild.output import Output
 
 KV_BLOCK_TOKENS = 32  # of OpenVINO GenAI's paged cache on a CPU
-
-_WEIGHT_FORMS: dict[str | None, WeightForm] = {None: "checkpoint", "W8A16": "int8_wo", "W4A16": "int4_wo"}
 
 # `exact`: float32 in every product and in the cache; weights are the checkpoint's values (or TensorRT-LLM's
 # dequantized ones). OpenVINO would otherwise choose bfloat16 products, a uint8 cache and activations quantized in
@@ -51,16 +49,19 @@ def compile_engine(
     versions = _versions()
     reader = checkpoints.read(checkpoint)
     config = reader.config
-    features = attention_features(reader.shape)
+    shape = reader.shape
+    features = attention_features(shape, limits.max_seq_len)
     executor = check_features(features, "openvino")
-    weights = MergedWeights(reader, destination)
-    blocks = _kv_blocks(weights, limits, runtime)
-    _notice_positions(config, limits, output)
+    blocks = _kv_blocks(shape, limits, runtime)
+    _notice_positions(shape, limits, output)
+    _notice_kv_cache(config, output)
 
     output.step("engine: building the OpenVINO graph")
-    model, constants = build_graph(config, weights, _weight_form(config, runtime.precision))
+    graph = DecoderGraph(MergedWeights(_formats(reader), destination), int8=runtime.precision == "fast")
+    model = graph.model()
     _save(model, destination / "openvino_model.xml")
-    del model, constants
+    forms = graph.forms
+    del model, graph
 
     extra = config["lpx"]
     properties = dict(_PROPERTIES[runtime.precision])
@@ -73,14 +74,10 @@ def compile_engine(
         "attention_features": list(features),
         "precision": runtime.precision,
         "properties": properties,
-        "scheduler": {
-            "cache_size_bytes": runtime.kv_cache_bytes,
-            "num_kv_blocks": blocks,
-            "max_num_batched_tokens": limits.max_num_tokens,
-            "max_num_seqs": limits.max_batch_size,
-            "dynamic_split_fuse": runtime.enable_chunked_context,
-            "enable_prefix_caching": runtime.enable_kv_cache_reuse,
-        },
+        "weights": forms,
+        "activations": "float32",
+        "kv_cache": "float32",
+        "scheduler": _scheduler(executor, shape, blocks, limits, runtime),
         "limits": {
             "max_batch_size": limits.max_batch_size,
             "max_input_len": limits.max_input_len,
@@ -88,7 +85,7 @@ def compile_engine(
             "max_beam_width": limits.max_beam_width,
             "max_num_tokens": limits.max_num_tokens,
         },
-        "vocab_size": weights.vocab_size,
+        "vocab_size": shape.vocab_size,
         "end_ids": extra["end_ids"],
         "pad_id": extra["pad_id"],
         "bos_id": extra["bos_id"],
@@ -104,31 +101,48 @@ def compile_engine(
     if (checkpoint / "tokenizer").is_dir():
         shutil.copytree(checkpoint / "tokenizer", destination / "tokenizer")
     weight_bytes = (destination / "openvino_model.bin").stat().st_size
-    output.step(f"engine: {weight_bytes / 1e6:.0f} MB of weights, {blocks} KV blocks, executor {executor}")
+    cache = f"{blocks} KV blocks, " if executor == "paged" else ""
+    output.step(f"engine: {weight_bytes / 1e6:.0f} MB of weights, {cache}executor {executor}")
     return EngineReport(
         executor=executor,
         precision=runtime.precision,
         weight_bytes=weight_bytes,
-        kv_blocks=blocks,
+        kv_blocks=blocks if executor == "paged" else 0,
         attention_features=features,
+        weights=forms,
     )
 
 
-def _weight_form(config: dict[str, Any], precision: str) -> WeightForm:
-    algorithm = config["quantization"]["quant_algo"]
-    if algorithm not in _WEIGHT_FORMS:
-        raise SourceError(
-            f"the checkpoint's quant_algo is {algorithm}, which the openvino engine does not execute",
-            why=f"it executes {', '.join(str(name) for name in _WEIGHT_FORMS if name)} and unquantized checkpoints",
-            next="set quantization.format to none, int8_wo or int4_wo",
-        )
-    form = _WEIGHT_FORMS[algorithm]
-    return "int8" if form == "checkpoint" and precision == "fast" else form
+def _formats(reader: Any) -> Any:
+    if not hasattr(reader, "format_of"):
+        name = reader.config["lpx"]["quantization_format"]
+        reader.format_of = lambda _tensor, _rank: name
+    return reader
 
 
-def _kv_blocks(weights: MergedWeights, limits: Limits, runtime: Runtime) -> int:
-    """Blocks that fit into the cache; one block = keys and values of 32 tokens in every layer, in float32."""
-    block = 2 * weights.layers * weights.kv_heads * weights.head_size * KV_BLOCK_TOKENS * 4
+def _scheduler(executor: str, shape: ModelShape, blocks: int, limits: Limits, runtime: Runtime) -> dict[str, Any]:
+    if executor == "stateful":
+        # One request at a time; its keys and values are the graph's state and grow with it.
+        longest = limits.max_seq_len * limits.max_beam_width
+        return {"cache_size_bytes": longest * _token_bytes(shape)}
+    return {
+        "cache_size_bytes": runtime.kv_cache_bytes,
+        "num_kv_blocks": blocks,
+        "max_num_batched_tokens": limits.max_num_tokens,
+        "max_num_seqs": limits.max_batch_size,
+        "dynamic_split_fuse": runtime.enable_chunked_context,
+        "enable_prefix_caching": runtime.enable_kv_cache_reuse,
+    }
+
+
+def _token_bytes(shape: ModelShape) -> int:
+    """Keys and values of one token in every layer, in float32."""
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_size * 4
+
+
+def _kv_blocks(shape: ModelShape, limits: Limits, runtime: Runtime) -> int:
+    """Blocks of 32 tokens that fit into the cache; the stateful executor, which has no blocks, needs the same room."""
+    block = _token_bytes(shape) * KV_BLOCK_TOKENS
     blocks = runtime.kv_cache_bytes // block
     # GenAI ends a request without a word when its blocks run out, so one request of full length must fit.
     needed = -(-limits.max_seq_len // KV_BLOCK_TOKENS) * limits.max_beam_width + 1
@@ -149,15 +163,30 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / unit) * unit:.2g}")
 
 
-def _notice_positions(config: dict[str, Any], limits: Limits, output: Output) -> None:
-    scaling = config.get("rotary_scaling") or {}
-    trained = config["max_position_embeddings"]
-    if limits.max_seq_len > trained and (
-        scaling.get("type") != "yarn" or limits.max_seq_len > trained * scaling["factor"]
-    ):
+def _notice_positions(shape: ModelShape, limits: Limits, output: Output) -> None:
+    scaling = shape.rotary_scaling or {}
+    trained = shape.max_position_embeddings
+    if limits.max_seq_len <= trained:
+        return
+    if shape.position == "learned":
+        raise RecipeError(
+            f"limits.max_seq_len {limits.max_seq_len} is beyond the model's {trained} positions",
+            why="the model has a learned vector for each position and none beyond",
+            next=f"set limits.max_seq_len to at most {trained}",
+        )
+    if scaling.get("rope_type") != "yarn" or limits.max_seq_len > trained * scaling["factor"]:
         output.notice(
             f"limits.max_seq_len {limits.max_seq_len} is beyond the model's max_position_embeddings {trained}; "
             f"answers beyond position {trained} are not what the model was trained for"
+        )
+
+
+def _notice_kv_cache(config: dict[str, Any], output: Output) -> None:
+    stored = config["quantization"].get("kv_cache_quant_algo")
+    if stored is not None:
+        output.notice(
+            f"the embedded engine keeps its KV cache in float32; the checkpoint's {stored} scales of keys and values "
+            "are for backend tensorrt"
         )
 
 

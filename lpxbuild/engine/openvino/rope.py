@@ -1,7 +1,7 @@
 """Rotary frequencies with transformers' float32 arithmetic, so that long positions give the same angles.
 
-Formulas: `transformers/modeling_rope_utils.py` (default, linear, llama3, yarn). The scaling dict is TensorRT-LLM's
-`rotary_scaling`: HF's `rope_scaling` with the kind under `type`.
+Formulas: `transformers/modeling_rope_utils.py` (default, linear, llama3, yarn, longrope). The scaling dict is HF's
+`rope_scaling` with every number spelled out, its kind under `rope_type` or, as TensorRT-LLM writes it, `type`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ def frequencies(
     head_size: int, base: float, scaling: Mapping[str, Any] | None, max_position_embeddings: int
 ) -> tuple[Frequencies, float]:
     """Inverse frequencies [head_size / 2] and the factor on cos and sin.
+
+    `head_size` counts the dimensions that are turned. Of longrope these are the short factors, which hold for
+    sequences up to the original length; a longer one is refused before (attention feature "long_rope").
 
     Raises:
         SourceError: the kind of scaling is not one of those above.
@@ -106,8 +109,18 @@ def _yarn(
     return inverse.astype(np.float32), float(attention_factor)
 
 
+def _longrope(
+    powers: Frequencies, head_size: int, base: float, scaling: Mapping[str, Any], positions: int
+) -> tuple[Frequencies, float]:
+    import numpy as np
+
+    factors = np.array(scaling["short_factor"], np.float32)
+    return np.float32(1.0) / (factors * powers), float(scaling["attention_factor"])
+
+
 _KINDS: dict[str, Callable[[Frequencies, int, float, Mapping[str, Any], int], tuple[Frequencies, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
