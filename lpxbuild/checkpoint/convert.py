@@ -224,7 +224,7 @@ def _write(
 
 
 def _run(tensors: Sequence[T], work: Callable[[T], None], workers: int, stop: Event) -> None:
-    """Do all tensors (or other pieces of work) with `workers` threads; the first error, or Ctrl-C, stops the others between two blocks."""
+    """Do all work with `workers` threads; the first error, or Ctrl-C, stops the others between two blocks."""
     if workers == 1:
         for tensor in tensors:
             work(tensor)
