@@ -39,7 +39,8 @@ def glance(location: str, revision: str | None, *, hub: bool) -> Glance:
         return Glance(_readable(folder), commit, _has_template(folder))
     path = Path(location)
     if path.is_file():
-        from lpxbuild.source.gguf.metadata import Metadata, model_config, open_gguf
+        from lpxbuild.source.gguf.config import model_config
+        from lpxbuild.source.gguf.metadata import Metadata, open_gguf
         from lpxbuild.source.gguf.weights import plan_weights
 
         reader = open_gguf(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import subprocess
@@ -15,29 +14,24 @@ import pytest
 
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.output import Output
-from lpxbuild.source import Source, check, fetch
+from lpxbuild.source import fetch
 from lpxbuild.source.gguf.rope import llama3_factors
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_files import (  # isort: skip
+    CORPUS,
+    LINES,
+    byte_level_vocabulary,
+    converted,
+    sentence_piece_vocabulary,
+    sums_of,
+    tokenizer_of,
+    values,
+)
 
 ROOT = Path(__file__).parents[2]
 REFERENCE_PYTHON = ROOT / ".venv-ref" / "bin" / "python"
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS = 64, 96, 2, 4, 2
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog and the quick brown fox sleeps",
-    "    return a + b\n    if x == 12345:\n        print('hello world')",
-    "你好世界 今天天气很好 我们去公园吧",
-    "naïve café, Größe; 👩\u200d👧 🙂 — it's 3.14 and don't you'll",
-]
-LINES = [
-    *CORPUS,
-    "the  quick   brown",
-    "   leading and trailing   ",
-    "<s>[INST] hi [/INST]</s> the",
-    "",
-    "世界世界 12  345",
-    "\tI'll\r\n",
-    "<0x41> ▁ the",
-    "\u00a0\u3000é\u0301",
-]
 
 
 def write_gguf(
@@ -103,83 +97,11 @@ def write_gguf(
     return path
 
 
-def sentence_piece_vocabulary(writer) -> list[str]:
-    """Pieces with scores as SentencePiece's BPE has them: merges are not in the file."""
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import BPE
-    from tokenizers.trainers import BpeTrainer
-
-    trained = Tokenizer(BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(CORPUS * 3, BpeTrainer(vocab_size=220, show_progress=False))
-    pieces = sorted(trained.get_vocab(), key=trained.token_to_id)
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    special = 3 + 256
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * special + [float(-index) for index in range(len(pieces))])
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    return tokens
-
-
-def byte_level_vocabulary(writer, pre: str | None) -> list[str]:
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import BPE
-    from tokenizers.trainers import BpeTrainer
-
-    trained = Tokenizer(BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trained.train_from_iterator(CORPUS * 3, BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
-    merges = json.loads(trained.to_str())["model"]["merges"]
-    tokens = [*sorted(trained.get_vocab(), key=trained.token_to_id), "<|begin|>", "<|end|>", "<|turn|>", "<tool>"]
-    writer.add_tokenizer_model("gpt2")
-    if pre is not None:
-        writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in merges])
-    writer.add_token_types([1] * (len(tokens) - 4) + [3, 3, 3, 4])
-    writer.add_bos_token_id(len(tokens) - 4)
-    writer.add_eos_token_id(len(tokens) - 3)
-    writer.add_eot_token_id(len(tokens) - 2)
-    return tokens
-
-
 def add_longrope(writer) -> None:
     from gguf import RopeScalingType
 
     writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
     writer.add_rope_scaling_factor(4.0)
-
-
-def converted(file: Path, **options) -> Source:
-    folder = file.with_suffix("")
-    fetch(str(file), None, destination=folder, output=Output.quiet(), **options)
-    return check(folder, origin=str(file), need_tokenizer=True, output=Output.quiet())
-
-
-def tokenizer_of(source: Source):
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(source.path / "tokenizer.json"))
-
-
-def sums_of(source: Source, dtype: str) -> dict[str, str]:
-    return {f"{name} {dtype}": hashlib.sha256(read(source, name)).hexdigest() for name in source.tensors}
-
-
-def read(source: Source, name: str) -> bytes:
-    entry = source.tensors[name]
-    with entry.file.open("rb") as file:
-        file.seek(entry.begin)
-        return file.read(entry.nbytes)
-
-
-def values(source: Source, name: str) -> np.ndarray:
-    return np.frombuffer(read(source, name), np.float32).reshape(source.tensors[name].shape)
 
 
 @pytest.fixture(scope="module")
@@ -304,8 +226,8 @@ def test_llama_3_files_get_the_split_of_llama_3(tmp_path):
 @pytest.mark.parametrize(
     ("options", "change", "words"),
     [
-        ({"architecture": "qwen2"}, None, ["architecture qwen2", "llama"]),
-        ({}, lambda w: w.add_expert_count(8), ["expert_count 8"]),
+        ({"architecture": "mamba"}, None, ["architecture mamba", "llama", "qwen2", "phi3"]),
+        ({}, lambda w: w.add_expert_count(8), ["blk.0.ffn_gate.weight", "mixtral"]),
         ({}, lambda w: w.add_uint16("split.count", 3), ["one of 3 parts"]),
         ({}, lambda w: w.add_sliding_window(16), ["sliding_window", "16"]),
         ({}, add_longrope, ["longrope"]),

@@ -1,4 +1,4 @@
-"""A Hugging Face folder made of a GGUF file of the llama architecture.
+"""A Hugging Face folder made of a GGUF file.
 
 GGUF: github.com/ggml-org/ggml/blob/master/docs/gguf.md. What the file says is kept to the bit: dequantized values are
 those of the `gguf` library, numbers of the config are the shortest that read back as the file's float32.
@@ -14,7 +14,8 @@ from typing import Any
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.output import Output
 from lpxbuild.source.folder import CONFIG, GENERATION_CONFIG, TOKENIZER, WEIGHTS
-from lpxbuild.source.gguf.metadata import Metadata, generation_config, model_config, open_gguf
+from lpxbuild.source.gguf.config import generation_config, model_config
+from lpxbuild.source.gguf.metadata import Metadata, open_gguf
 from lpxbuild.source.gguf.weights import plan_weights, write_weights
 
 __all__ = ["convert_gguf"]
@@ -32,7 +33,7 @@ def convert_gguf(file: Path, destination: Path, *, dtype: str = "auto", output: 
             (rounded to nearest even); a name makes that dtype of any file. Quantized values are exact in `float32`.
 
     Raises:
-        SourceError: not GGUF, another architecture, experts, a tensor or tokenizer of an unknown kind.
+        SourceError: not GGUF, another architecture, a tensor or tokenizer of an unknown kind.
         HostError: the `gguf` library is missing, no disk space.
     """
     if destination.exists() and any(destination.iterdir()):

@@ -1,19 +1,36 @@
-"""The key-value part of a GGUF file: which model it is, and its config in Hugging Face's words."""
+"""The key-value part of a GGUF file, read with its types."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.source.header import LFS_PREFIX
 
-if TYPE_CHECKING:
-    from lpxbuild.source.gguf.weights import WeightPlan
-
-ARCHITECTURE = "llama"
-# Keys that would change the arithmetic and have no counterpart in a Llama config.
-_UNSUPPORTED = ("attention.sliding_window", "logit_scale", "embedding_scale", "residual_scale", "attention.scale")
+# Keys that would change the arithmetic and that a config can say only for the architectures that name them.
+_UNSUPPORTED = (
+    "attention.sliding_window",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+    "expert_count",
+    "expert_used_count",
+    "expert_shared_count",
+)
+# The same for keys that mean nothing with this value.
+_NEUTRAL = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "expert_weights_scale": 1.0,
+    "expert_gating_func": 1,
+}
 
 
 class Metadata:
@@ -73,22 +90,39 @@ class Metadata:
         value: list[Any] | None = self._typed(key, list)
         return value
 
+    @property
+    def architecture(self) -> str:
+        return self.text("general.architecture") or "none"
+
+    def key(self, name: str) -> str:
+        """The full key of a number of the model: `block_count` is `llama.block_count` in a llama file."""
+        return f"{self.architecture}.{name}"
+
+    def head_size(self, *, whole_rotary: bool = True) -> int:
+        """Width of a head.
+
+        Args:
+            whole_rotary: RoPE has to turn all of it.
+        """
+        hidden, heads = self.size(self.key("embedding_length")), self.size(self.key("attention.head_count"))
+        size = self.size(self.key("attention.key_length"), hidden // heads)
+        rotary = self.size(self.key("rope.dimension_count"), size)
+        if whole_rotary and self.value(self.key("attention.key_length")) is None:
+            size = rotary  # older files state the head's width only here
+        value_size = self.size(self.key("attention.value_length"), size)
+        if (whole_rotary and rotary != size) or rotary > size or value_size != size:
+            raise SourceError(
+                f"{self.file.name} has heads of {size} with {rotary} turned by RoPE and values of {value_size}",
+                why=f"in a model of the architecture {self.architecture} they are equal",
+                next="give the Hugging Face folder or hub id of this model",
+            )
+        return size
+
     def check_architecture(self) -> None:
-        """Refuse whatever is not one whole dense llama model."""
-        architecture = self.text("general.architecture")
-        if architecture != ARCHITECTURE:
-            raise SourceError(
-                f"{self.file.name} has the architecture {architecture}, only {ARCHITECTURE} is read from GGUF",
-                why="the weights of other architectures are laid out by other rules",
-                next="give the Hugging Face folder or hub id of this model",
-            )
-        experts = self.whole(f"{ARCHITECTURE}.expert_count", 0)
-        if experts > 0:
-            raise SourceError(
-                f"{self.file.name} is a mixture of experts (expert_count {experts}), only dense llama models are read",
-                why="experts are stacked in tensors that a Llama config has no place for",
-                next="give the Hugging Face folder or hub id of this model",
-            )
+        """Refuse whatever is not one whole model of an architecture that is read, said with keys that are known."""
+        from lpxbuild.source.gguf.architectures import architecture_of
+
+        architecture = architecture_of(self)
         parts = self.whole("split.count", 1)
         if parts > 1:
             raise SourceError(
@@ -97,9 +131,25 @@ class Metadata:
                 next=f"llama-gguf-split --merge {self.file} merged.gguf",
             )
         for name in _UNSUPPORTED:
-            if self.value(f"{ARCHITECTURE}.{name}"):
-                value = self.value(f"{ARCHITECTURE}.{name}")
-                raise self._error(f"sets {ARCHITECTURE}.{name} to {value}, which a Llama config cannot say")
+            value = self.value(self.key(name))
+            if value and name not in architecture.own_keys:
+                raise self.refused(
+                    f"sets {self.key(name)} to {value}",
+                    f"the config of a {architecture.model_type} model cannot say it",
+                )
+        for name, neutral in _NEUTRAL.items():
+            value = self.value(self.key(name))
+            if value is not None and value != neutral and name not in architecture.own_keys:
+                raise self.refused(
+                    f"sets {self.key(name)} to {value}",
+                    f"the config of a {architecture.model_type} model cannot say it",
+                )
+
+    def refused(self, problem: str, why: str) -> SourceError:
+        """An error that names the file."""
+        return SourceError(
+            f"{self.file.name} {problem}", why=why, next="give the Hugging Face folder or hub id of this model"
+        )
 
     def _typed(self, key: str, kind: type) -> Any:
         value = self.value(key)
@@ -171,90 +221,3 @@ def open_gguf(file: Path) -> Any:
             why=f"gguf cannot read it: {error}",
             next="download the file again",
         ) from None
-
-
-def model_config(metadata: Metadata, plan: WeightPlan) -> dict[str, Any]:
-    """config.json of the model, in the words of transformers 4."""
-    hidden = metadata.size(f"{ARCHITECTURE}.embedding_length")
-    heads = metadata.size(f"{ARCHITECTURE}.attention.head_count")
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": metadata.size(f"{ARCHITECTURE}.feed_forward_length"),
-        "num_hidden_layers": metadata.size(f"{ARCHITECTURE}.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.size(f"{ARCHITECTURE}.attention.head_count_kv", heads),
-        "head_dim": head_size(metadata),
-        "hidden_act": "silu",
-        "max_position_embeddings": metadata.size(f"{ARCHITECTURE}.context_length"),
-        "rms_norm_eps": metadata.number(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.number(f"{ARCHITECTURE}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(metadata, plan),
-        "vocab_size": plan.vocab_size,
-        "tie_word_embeddings": plan.tied,
-        "attention_bias": plan.attention_bias,
-        "mlp_bias": plan.mlp_bias,
-        "torch_dtype": plan.dtype,
-        "use_cache": True,
-    }
-    for key, id_ in (("bos", metadata.id("bos")), ("eos", metadata.id("eos")), ("pad", metadata.id("padding"))):
-        if id_ is not None:
-            config[f"{key}_token_id"] = id_
-    return config
-
-
-def generation_config(metadata: Metadata) -> dict[str, Any]:
-    """generation_config.json: end of text and end of turn both end a generation."""
-    ends = [id_ for name in ("eos", "eot", "eom") if (id_ := metadata.id(name)) is not None]
-    unique = list(dict.fromkeys(ends))
-    config: dict[str, Any] = {}
-    if (bos := metadata.id("bos")) is not None:
-        config["bos_token_id"] = bos
-    if unique:
-        config["eos_token_id"] = unique[0] if len(unique) == 1 else unique
-    if (pad := metadata.id("padding")) is not None:
-        config["pad_token_id"] = pad
-    return config
-
-
-def head_size(metadata: Metadata) -> int:
-    """Width of a head; RoPE has to turn all of it."""
-    hidden = metadata.size(f"{ARCHITECTURE}.embedding_length")
-    heads = metadata.size(f"{ARCHITECTURE}.attention.head_count")
-    size = metadata.size(f"{ARCHITECTURE}.attention.key_length", hidden // heads)
-    rotary = metadata.size(f"{ARCHITECTURE}.rope.dimension_count", size)
-    if metadata.value(f"{ARCHITECTURE}.attention.key_length") is None:
-        size = rotary  # older files state the head's width only here
-    value_size = metadata.size(f"{ARCHITECTURE}.attention.value_length", size)
-    if rotary != size or value_size != size:
-        raise SourceError(
-            f"{metadata.file.name} has heads of {size} with {rotary} turned by RoPE and values of {value_size}",
-            why="in a Llama model the three are equal",
-            next="give the Hugging Face folder or hub id of this model",
-        )
-    return size
-
-
-def _rope_scaling(metadata: Metadata, plan: WeightPlan) -> dict[str, Any] | None:
-    kind = metadata.text(f"{ARCHITECTURE}.rope.scaling.type") or "none"
-    old_linear = metadata.number(f"{ARCHITECTURE}.rope.scale_linear", 1.0)
-    if kind == "none" and old_linear != 1.0:
-        return {"rope_type": "linear", "factor": old_linear}
-    if plan.rope_factors is not None:
-        from lpxbuild.source.gguf.rope import llama3_scaling
-
-        return llama3_scaling(metadata, plan.rope_factors)
-    if kind == "none":
-        return None
-    factor = metadata.number(f"{ARCHITECTURE}.rope.scaling.factor")
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        original = metadata.size(f"{ARCHITECTURE}.rope.scaling.original_context_length")
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise SourceError(
-        f"{metadata.file.name} has the rope scaling {kind!r}",
-        why="lpx reads none, linear, yarn and Llama 3's factors from GGUF",
-        next="give the Hugging Face folder or hub id of this model",
-    )

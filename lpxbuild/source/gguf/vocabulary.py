@@ -11,25 +11,54 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lpxbuild.errors import SourceError
-from lpxbuild.source.gguf.metadata import ARCHITECTURE, Metadata
+from lpxbuild.source.gguf.metadata import Metadata
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-# GPT-2's pattern is what the tokenizers library has built in. `smollm` splits digits one by one before it; without
-# merges of digits that changes ids only where two or more blanks stand before a digit, and transformers' loader
-# does not do it.
-GPT2_PATTERNS = ("default", "gpt-2", "gpt2", "smollm")
-# From the tokenizer.json of Llama 3 and of Mistral Nemo; llama.cpp (src/llama-vocab.cpp) has the same.
-SPLIT_PATTERNS = {
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a byte-level vocabulary cuts text before it merges: a value of `tokenizer.ggml.pre`.
+
+    Attributes:
+        pattern: None = GPT-2's, which the tokenizers library has built in.
+        begins: bos is added where the file says nothing.
+        whole_words: a piece that is a token is taken without merging.
+        composed: text is brought to Unicode's NFC first.
+    """
+
+    pattern: str | None = None
+    begins: bool = False
+    whole_words: bool = False
+    composed: bool = False
+
+
+# From the tokenizer.json of Llama 3, Mistral Nemo, Qwen2 and GPT-4o; llama.cpp (src/llama-vocab.cpp) has the same.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BEFORE, _SUFFIX = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}{_END}"
+_GPT4O = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SUFFIX}|{_BEFORE}{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}{_END}"
+SPLITS = {
+    # `smollm` splits digits one by one before GPT-2's pattern; without merges of digits that changes ids only where
+    # two or more blanks stand before a digit, and transformers' loader does not do it.
+    **dict.fromkeys(("default", "gpt-2", "gpt2", "smollm"), Split()),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split(_LLAMA3, begins=True, whole_words=True)),
+    "tekken": Split(_TEKKEN, begins=True, whole_words=True),
+    "qwen2": Split(_QWEN2, composed=True),
+    "dbrx": Split(_LLAMA3),  # Phi-4
+    "gpt-4o": Split(_GPT4O),  # Phi-4 mini
 }
-SPLIT_PATTERNS["llama3"] = SPLIT_PATTERNS["llama-v3"] = SPLIT_PATTERNS["llama-bpe"]
+# Phi-3's own tokens swallow the blanks and newlines that follow them, these three excepted; GGUF does not say it.
+_PHI3_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -66,45 +95,49 @@ def build_tokenizer(metadata: Metadata, *, vocab_size: int) -> BuiltTokenizer:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (id_ := metadata.id(key)) is not None and 0 <= id_ < len(tokens)
     }
-    pattern = metadata.text("tokenizer.ggml.pre")
-    model = _byte_level(metadata, tokens, special) if kind == "gpt2" else _sentence_piece(metadata, tokens, special)
+    split = _split(metadata) if kind == "gpt2" else None
+    model = _byte_level(metadata, tokens, special, split) if split else _sentence_piece(metadata, tokens, special)
     _add_tokens(model, metadata, tokens, special)
-    begins = metadata.flag("tokenizer.ggml.add_bos_token", kind == "llama" or pattern in SPLIT_PATTERNS)
+    begins = metadata.flag("tokenizer.ggml.add_bos_token", split is None or split.begins)
     ends = metadata.flag("tokenizer.ggml.add_eos_token", False)
     _add_template(model, special.get("bos_token") if begins else None, special.get("eos_token") if ends else None)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": metadata.size(f"{ARCHITECTURE}.context_length"),
+        "model_max_length": metadata.size(metadata.key("context_length")),
     }
     return BuiltTokenizer(model, config, special)
 
 
-def _byte_level(metadata: Metadata, tokens: list[str], special: dict[str, str]) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+def _split(metadata: Metadata) -> Split:
+    name = metadata.text("tokenizer.ggml.pre") or "default"
+    if name not in SPLITS:
+        raise _unknown(metadata, f"the split pattern {name!r} (tokenizer.ggml.pre)", ", ".join(SPLITS))
+    return SPLITS[name]
+
+
+def _byte_level(metadata: Metadata, tokens: list[str], special: dict[str, str], split: Split) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE
 
-    pattern = metadata.text("tokenizer.ggml.pre") or "default"
-    if pattern not in GPT2_PATTERNS and pattern not in SPLIT_PATTERNS:
-        known = ", ".join((*GPT2_PATTERNS, *SPLIT_PATTERNS))
-        raise _unknown(metadata, f"the split pattern {pattern!r} (tokenizer.ggml.pre)", known)
-    split = SPLIT_PATTERNS.get(pattern)
     tokenizer = Tokenizer(
         BPE(
             _ids(tokens),
             _merges(metadata) or [],
             unk_token=special.get("unk_token"),
             fuse_unk=True,
-            ignore_merges=split is not None,
+            ignore_merges=split.whole_words,
         )
     )
-    if split is None:
+    if split.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    if split.pattern is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -175,9 +208,15 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, tokens: list[str], spe
     types = metadata.array("tokenizer.ggml.token_type") or []
     control = [token for token, kind in zip(tokens, types) if kind == CONTROL]
     control += [token for token in special.values() if token not in control]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     whole = [token for token, kind in zip(tokens, types) if kind == USER_DEFINED and token not in control]
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in whole])
+    phi3 = metadata.architecture == "phi3" and metadata.text("tokenizer.ggml.model") == "llama"
+
+    def added(token: str, *, special: bool) -> AddedToken:
+        strips = phi3 and token not in _PHI3_KEEPS_BLANKS
+        return AddedToken(token, special=special, normalized=False, rstrip=strips)
+
+    tokenizer.add_special_tokens([added(token, special=True) for token in control])
+    tokenizer.add_tokens([added(token, special=False) for token in whole])
 
 
 def _add_template(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.output import Output
-from lpxbuild.source.gguf.metadata import ARCHITECTURE, Metadata
+from lpxbuild.source.gguf.architectures import Architecture, architecture_of
+from lpxbuild.source.gguf.metadata import Metadata
 from lpxbuild.source.header import DTYPE_BYTES
 from lpxbuild.source.weights import FLOAT_DTYPES
 
@@ -21,45 +22,46 @@ if TYPE_CHECKING:
 
 _BLOCK_VALUES = 1 << 20  # values dequantized at once: 4 MiB in float32
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_ROPE_FACTORS = "rope_freqs.weight"
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_STACKED = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
+_ONE_EXPERT = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # files older than April 2024
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor to write: `heads` is set for q and k, whose rows llama.cpp's converter has reordered."""
+    """One tensor to write.
+
+    Attributes:
+        heads: set for q and k where llama.cpp's converter has reordered the rows.
+        expert: the slice of a stacked source tensor.
+        minus_one: the stored values are one larger.
+    """
 
     name: str
     shape: tuple[int, ...]
     source: Any  # gguf.ReaderTensor
-    heads: int | None
+    heads: int | None = None
+    expert: int | None = None
+    minus_one: bool = False
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The stored rows, possibly quantized."""
+        data: NDArray[Any] = self.source.data
+        return data if self.expert is None else data[self.expert]
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What the safetensors file will hold."""
+    """What the safetensors file will hold, and what belongs into the config: `beside` are the RoPE factors by name."""
 
     tensors: tuple[PlannedTensor, ...]
     dtype: str
     types: tuple[str, ...]  # GGUF's names, most frequent first
     vocab_size: int
     tied: bool
-    attention_bias: bool
-    mlp_bias: bool
-    rope_factors: list[float] | None
+    biases: Mapping[str, bool]
+    beside: Mapping[str, list[float]]
 
     @property
     def nbytes(self) -> int:
@@ -74,42 +76,83 @@ def plan_weights(metadata: Metadata, tensors: Sequence[Any], dtype: str) -> Weig
     Raises:
         SourceError: a tensor is unknown, missing, or the biases are not all or none.
     """
-    heads = metadata.size(f"{ARCHITECTURE}.attention.head_count")
-    kv_heads = metadata.size(f"{ARCHITECTURE}.attention.head_count_kv", heads)
+    architecture = architecture_of(metadata)
     planned: dict[str, PlannedTensor] = {}
-    factors: list[float] | None = None
+    beside: dict[str, list[float]] = {}
     for tensor in tensors:
-        if tensor.name == _ROPE_FACTORS:
-            factors = [float(value) for value in tensor.data.reshape(-1)]
+        if tensor.name in architecture.beside:
+            beside[tensor.name] = [_shortest(value) for value in tensor.data.reshape(-1)]
             continue
-        name = _hugging_face_name(tensor.name)
-        if name is None:
-            raise SourceError(
-                f"{metadata.file.name} has the tensor {tensor.name}, which a llama model does not have",
-                why="leaving it out would make another model",
-                next="give the Hugging Face folder or hub id of this model",
+        found = list(_placed(metadata, architecture, tensor))
+        if not found:
+            raise metadata.refused(
+                f"has the tensor {tensor.name}, which a {architecture.model_type} model does not have",
+                "leaving it out would make another model",
             )
-        shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF counts dimensions from the innermost
-        permuted = heads if ".q_proj." in name else kv_heads if ".k_proj." in name else None
-        if permuted is not None and shape[0] % (2 * permuted):
-            raise SourceError(
-                f"{metadata.file.name}: {tensor.name} has {shape[0]} rows, no {permuted} heads of an even size",
-                why="the number of heads in the file belongs to another model",
-                next="download the file again, or give the Hugging Face folder of this model",
-            )
-        planned[name] = PlannedTensor(name, shape, tensor, permuted)
-    layers = metadata.size(f"{ARCHITECTURE}.block_count")
-    _check_complete(metadata, planned, layers)
+        planned.update({one.name: one for one in found})
+    layers = metadata.size(metadata.key("block_count"))
+    _check_complete(metadata, architecture, planned, layers)
     return WeightPlan(
         tensors=tuple(planned.values()),
         dtype=_target(metadata, planned, dtype),
         types=tuple(dict.fromkeys(sorted(_types(planned), key=_types(planned).count, reverse=True))),
         vocab_size=planned["model.embed_tokens.weight"].shape[0],
         tied="lm_head.weight" not in planned,
-        attention_bias=_biased(metadata, planned, _ATTENTION, layers),
-        mlp_bias=_biased(metadata, planned, _MLP, layers),
-        rope_factors=factors,
+        biases={
+            key: _biased(metadata, architecture, planned, group, layers)
+            for key, group in architecture.all_or_no_biases.items()
+        },
+        beside=beside,
     )
+
+
+def _placed(metadata: Metadata, architecture: Architecture, tensor: Any) -> Iterator[PlannedTensor]:
+    """What a GGUF tensor becomes; nothing for one that the architecture does not have."""
+    shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF counts dimensions from the innermost
+    minus_one = architecture.norms_plus_one and tensor.name.endswith("norm.weight")
+    stem, _, suffix = tensor.name.rpartition(".")
+    if stem in _WHOLE and suffix == "weight":
+        yield PlannedTensor(f"{_WHOLE[stem]}.weight", shape, tensor, minus_one=minus_one)
+        return
+    if match := _STACKED.fullmatch(tensor.name):
+        module = architecture.experts.get(match[2])
+        count = metadata.size(metadata.key("expert_count")) if module else 0
+        if module and (len(shape) != 3 or shape[0] != count):
+            raise metadata.refused(f"has {tensor.name} of the shape {shape}", f"it should stack {count} experts")
+        for expert in range(count):
+            name = f"model.layers.{int(match[1])}.{str(module).format(expert=expert)}.weight"
+            yield PlannedTensor(name, shape[1:], tensor, expert=expert)
+        return
+    if (match := _ONE_EXPERT.fullmatch(tensor.name)) and match[2] in architecture.experts:
+        module = architecture.experts[match[2]].format(expert=int(match[3]))
+        yield PlannedTensor(f"model.layers.{int(match[1])}.{module}.weight", shape, tensor)
+        return
+    match = _IN_LAYER.fullmatch(tensor.name)
+    if match and match[2] in architecture.layer and (match[3] == "weight" or _may_be_biased(architecture, match[2])):
+        name = f"model.layers.{int(match[1])}.{architecture.layer[match[2]]}.{match[3]}"
+        heads = _reordered_heads(metadata, architecture, match[2], tensor.name, shape)
+        yield PlannedTensor(name, shape, tensor, heads, minus_one=minus_one)
+
+
+def _may_be_biased(architecture: Architecture, stem: str) -> bool:
+    return stem in architecture.biases or any(stem in group for group in architecture.all_or_no_biases.values())
+
+
+def _reordered_heads(
+    metadata: Metadata, architecture: Architecture, stem: str, name: str, shape: tuple[int, ...]
+) -> int | None:
+    if not architecture.interleaved or stem not in ("attn_q", "attn_k"):
+        return None
+    heads = metadata.size(metadata.key("attention.head_count"))
+    if stem == "attn_k":
+        heads = metadata.size(metadata.key("attention.head_count_kv"), heads)
+    if shape[0] % (2 * heads):
+        raise SourceError(
+            f"{metadata.file.name}: {name} has {shape[0]} rows, no {heads} heads of an even size",
+            why="the number of heads in the file belongs to another model",
+            next="download the file again, or give the Hugging Face folder of this model",
+        )
+    return heads
 
 
 def write_weights(path: Path, plan: WeightPlan, *, output: Output) -> None:
@@ -152,9 +195,10 @@ def _blocks(tensor: PlannedTensor) -> Iterator[NDArray[Any]]:
     import numpy as np
     from gguf import dequantize
 
-    source = tensor.source
+    data, kind = tensor.data, tensor.source.tensor_type
     if len(tensor.shape) == 1 and tensor.heads is None:
-        yield dequantize(source.data, source.tensor_type)
+        values = dequantize(data, kind)
+        yield values - np.float32(1) if tensor.minus_one else values
         return
     rows = tensor.shape[0]
     order = np.arange(rows)
@@ -163,7 +207,7 @@ def _blocks(tensor: PlannedTensor) -> Iterator[NDArray[Any]]:
         order = order.reshape(tensor.heads, rows // tensor.heads // 2, 2).swapaxes(1, 2).reshape(rows)
     step = max(1, _BLOCK_VALUES // (tensor.shape[1] if len(tensor.shape) > 1 else 1))
     for begin in range(0, rows, step):
-        yield dequantize(source.data[order[begin : begin + step]], source.tensor_type)
+        yield dequantize(data[order[begin : begin + step]], kind)
 
 
 def _cast(block: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
@@ -179,19 +223,16 @@ def _cast(block: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
     return cast, int(np.isinf(cast).sum() - np.isinf(block).sum())
 
 
-def _hugging_face_name(name: str) -> str | None:
-    stem, _, suffix = name.rpartition(".")
-    if stem in _WHOLE and suffix == "weight":
-        return f"{_WHOLE[stem]}.weight"
-    match = _IN_LAYER.fullmatch(name)
-    if match and match[2] in _LAYER:
-        return f"model.layers.{int(match[1])}.{_LAYER[match[2]]}.{match[3]}"
-    return None
-
-
-def _check_complete(metadata: Metadata, planned: dict[str, PlannedTensor], layers: int) -> None:
+def _check_complete(
+    metadata: Metadata, architecture: Architecture, planned: Mapping[str, PlannedTensor], layers: int
+) -> None:
     needed = ["model.embed_tokens.weight", "model.norm.weight"]
-    needed += [f"model.layers.{layer}.{part}.weight" for layer in range(layers) for part in _LAYER.values()]
+    in_layer = [f"{module}.weight" for module in architecture.layer.values()]
+    in_layer += [f"{architecture.layer[stem]}.bias" for stem in architecture.biases]
+    if architecture.experts:
+        experts = range(metadata.size(metadata.key("expert_count")))
+        in_layer += [f"{m.format(expert=e)}.weight" for m in architecture.experts.values() for e in experts]
+    needed += [f"model.layers.{layer}.{name}" for layer in range(layers) for name in in_layer]
     missing = [name for name in needed if name not in planned]
     if missing:
         raise SourceError(
@@ -201,24 +242,37 @@ def _check_complete(metadata: Metadata, planned: dict[str, PlannedTensor], layer
         )
 
 
-def _biased(metadata: Metadata, planned: dict[str, PlannedTensor], parts: tuple[str, ...], layers: int) -> bool:
+def _biased(
+    metadata: Metadata,
+    architecture: Architecture,
+    planned: Mapping[str, PlannedTensor],
+    group: tuple[str, ...],
+    layers: int,
+) -> bool:
+    parts = [architecture.layer[stem].rpartition(".")[2] for stem in group]
     found = sum(name.endswith(tuple(f".{part}.bias" for part in parts)) for name in planned)
     if found not in (0, layers * len(parts)):
-        raise SourceError(
-            f"{metadata.file.name} has {found} biases on {', '.join(parts)}, a Llama model has all "
+        raise metadata.refused(
+            f"has {found} biases on {', '.join(parts)}, a {architecture.model_type} model has all "
             f"{layers * len(parts)} or none",
-            why="config.json can only say that all of them are there",
-            next="give the Hugging Face folder or hub id of this model",
+            "config.json can only say that all of them are there",
         )
     return found > 0
 
 
-def _types(planned: dict[str, PlannedTensor]) -> list[str]:
+def _shortest(value: Any) -> float:
+    """A float32 as the shortest decimal that reads back the same."""
+    import numpy as np
+
+    return float(str(np.float32(value)))
+
+
+def _types(planned: Mapping[str, PlannedTensor]) -> list[str]:
     return [tensor.source.tensor_type.name for tensor in planned.values()]
 
 
-def _target(metadata: Metadata, planned: dict[str, PlannedTensor], dtype: str) -> str:
-    """The dtype to write: as asked, else the file's own, else bfloat16 (norms are float32 in every GGUF)."""
+def _target(metadata: Metadata, planned: Mapping[str, PlannedTensor], dtype: str) -> str:
+    """The dtype to write: as asked, else the file's own, else bfloat16 (norms and routers are always float32)."""
     from gguf import dequantize
 
     first_of_kind = {tensor.source.tensor_type.name: tensor.source for tensor in planned.values()}
@@ -231,7 +285,8 @@ def _target(metadata: Metadata, planned: dict[str, PlannedTensor], dtype: str) -
                 why="the library knows the usual Q, K, IQ and float types",
                 next="pip install --upgrade gguf, or take the model in another quantization",
             ) from None
-    kinds = {t.source.tensor_type.name for t in planned.values() if len(t.shape) > 1}
+    matrices = [t.source for t in planned.values() if len(t.shape) > 1 and ".ffn_gate_inp." not in t.source.name]
+    kinds = {source.tensor_type.name for source in matrices}
     if dtype != "auto":
         return dtype
     return FLOAT_DTYPES[kinds.pop()] if len(kinds) == 1 and kinds <= FLOAT_DTYPES.keys() else "bfloat16"
