@@ -30,7 +30,7 @@ LINES = [
 ]
 
 
-def sentence_piece_vocabulary(writer) -> list[str]:
+def sentence_piece_vocabulary(writer, special: tuple[str, ...] = ()) -> list[str]:
     """Pieces with scores as SentencePiece's BPE has them: merges are not in the file."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
@@ -40,12 +40,12 @@ def sentence_piece_vocabulary(writer) -> list[str]:
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(CORPUS * 3, BpeTrainer(vocab_size=220, show_progress=False))
     pieces = sorted(trained.get_vocab(), key=trained.token_to_id)
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    special = 3 + 256
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *special]
+    first = 3 + 256
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * special + [float(-index) for index in range(len(pieces))])
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
+    writer.add_token_scores([0.0] * first + [float(-index) for index in range(len(pieces))] + [0.0] * len(special))
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces) + [3] * len(special))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
