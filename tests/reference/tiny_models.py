@@ -1,8 +1,11 @@
 """Run by the reference interpreter: tiny random models, and what transformers computes with them in float32.
 
-usage: tiny_models.py FOLDER   → FOLDER/<name>/ (a Hugging Face folder) with reference.npz inside:
+usage: tiny_models.py FOLDER [NAME …]   → FOLDER/<name>/ (a Hugging Face folder) with reference.npz inside:
 ids [80], logits [80, vocabulary], prompt [24], greedy [32], log_probs [32] (of the greedy tokens). Of llama also
 beams.json: [{length_penalty, early_stopping, sequences: [ids without the end id] best first}] with ends: the end ids.
+
+Sizes fit every format's kernels with two ranks (multiples of 128, groups of 64 in each rank's share). A window of 8 is
+a third of the prompt. internlm2 has no class in transformers: its reference is the Llama with the same weights.
 """
 
 from __future__ import annotations
@@ -13,15 +16,38 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 SIZES = {
@@ -47,6 +73,26 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MIXED = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager"}
+GEMMA = {**SIZES, "vocab_size": 512, "head_dim": 32}  # TensorRT-LLM shares its vocabulary out without padding
+GEMMA_SCALED = {**GEMMA, "query_pre_attn_scalar": 8, "sliding_window": 8}
+FALCON = {
+    "vocab_size": 509,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 256,
+    "max_position_embeddings": 256,
+    **IDS,
+}
+
+
+def long_rope(original: int) -> dict[str, object]:
+    """Six factors for the twelve dimensions of a head that turn."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 9.0]}
+    return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **factors}}
+
+
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=8, **SIZES)),
@@ -57,6 +103,51 @@ MODELS = {
     ),
     "llama_tied_rope_yarn": lambda: LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, rope_scaling=YARN, **SIZES)),
     "qwen2_mixed_layers": lambda: Qwen2ForCausalLM(Qwen2Config(**MIXED, **SIZES)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**GEMMA)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(attn_logit_softcapping=5.0, final_logit_softcapping=8.0, **GEMMA_SCALED)
+    ),
+    "gemma3_text": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(sliding_window_pattern=2, rope_theta=1e6, rope_local_base_freq=1e3, **GEMMA_SCALED)
+    ),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(partial_rotary_factor=0.75, **long_rope(128), **SIZES)),
+    "phi3_long_rope": lambda: Phi3ForCausalLM(Phi3Config(partial_rotary_factor=0.75, **long_rope(16), **SIZES)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(n_positions=256, n_embd=128, n_layer=4, n_head=8, n_inner=256, vocab_size=509, **IDS)
+    ),
+    "starcoder2": lambda: Starcoder2ForCausalLM(Starcoder2Config(sliding_window=8, **SIZES)),
+    "granite": lambda: GraniteForCausalLM(
+        GraniteConfig(
+            attention_multiplier=0.4, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=0.5, **SIZES
+        )
+    ),
+    "falcon": lambda: FalconForCausalLM(FalconConfig(**FALCON)),
+    "falcon_new": lambda: FalconForCausalLM(
+        FalconConfig(new_decoder_architecture=True, num_kv_heads=4, tie_word_embeddings=False, **FALCON)
+    ),
+    "falcon_rw": lambda: FalconForCausalLM(
+        # Falcon's eager attention adds ALiBi's bias twice (in the mask and to the scores); sdpa, the default, once.
+        FalconConfig(
+            alibi=True, parallel_attn=False, multi_query=False, bias=True, **{**FALCON, "attn_implementation": "sdpa"}
+        )
+    ),
+    "internlm2": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SIZES)),
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=256,
+            mlp_only_layers=[1],
+            **SIZES,
+        )
+    ),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True, head_dim=32, **SIZES
+        )
+    ),
 }
 
 
@@ -89,9 +180,44 @@ def beams(model: torch.nn.Module, prompt: torch.Tensor) -> dict[str, object]:
     return {"ends": ends, "searches": searches}
 
 
-def main(folder: Path) -> None:
+def save_as_internlm2(model: torch.nn.Module, folder: Path) -> None:
+    """The Llama under InternLM2's names: wqkv holds the query heads, the key and the value of each KV head."""
+    config = model.config
+    size, groups = config.hidden_size // config.num_attention_heads, config.num_key_value_heads
+    state, renamed = model.state_dict(), {}
+    for name, tensor in state.items():
+        for old, new in (
+            ("embed_tokens", "tok_embeddings"),
+            ("lm_head", "output"),
+            ("self_attn.o_proj", "attention.wo"),
+            ("mlp.gate_proj", "feed_forward.w1"),
+            ("mlp.up_proj", "feed_forward.w3"),
+            ("mlp.down_proj", "feed_forward.w2"),
+            ("input_layernorm", "attention_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+        ):
+            name = name.replace(old, new)
+        if "self_attn" not in name:
+            renamed[name] = tensor.contiguous()
+    for layer in range(config.num_hidden_layers):
+        parts = [
+            state[f"model.layers.{layer}.self_attn.{part}_proj.weight"].reshape(groups, -1, size, config.hidden_size)
+            for part in "qkv"
+        ]
+        wqkv = torch.cat(parts, 1).reshape(-1, config.hidden_size)
+        renamed[f"model.layers.{layer}.attention.wqkv.weight"] = wqkv.contiguous()
+    folder.mkdir(parents=True)
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    described = {**config.to_dict(), "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}
+    dynamic = {"bias": False, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps({**described, **dynamic}))
+
+
+def main(folder: Path, wanted: list[str]) -> None:
     torch.set_num_threads(2)
     for seed, (name, make) in enumerate(MODELS.items()):
+        if wanted and name not in wanted:
+            continue
         torch.manual_seed(seed)
         model = make().eval()
         # Larger than the usual initialisation: attention must matter, and the two best logits must lie apart.
@@ -116,7 +242,10 @@ def main(folder: Path) -> None:
             )
         tokens = greedy.sequences[0, 24:]
         log_probs = torch.log_softmax(torch.stack([step[0] for step in greedy.logits]).double(), -1)
-        model.save_pretrained(folder / name)
+        if name == "internlm2":
+            save_as_internlm2(model, folder / name)
+        else:
+            model.save_pretrained(folder / name)
         if name == "llama":
             with torch.no_grad():
                 (folder / name / "beams.json").write_text(json.dumps(beams(model, prompt)))
@@ -131,4 +260,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
