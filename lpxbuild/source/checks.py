@@ -76,7 +76,8 @@ def check(
     if settings is not None:
         quantization = read_quantization(settings, family, shape, with_prefix(found, family))
     tensors, notices = match_tensors(found, family, shape, download=download, quantization=quantization)
-    notices += dtype_notices(tensors, shape)
+    stored = quantization.expected if quantization is not None else {}
+    notices += dtype_notices({name: entry for name, entry in tensors.items() if name not in stored}, shape)
     if quantization is not None:
         check_use(quantization, family, shape, layout=layout, scheme=scheme, tensor_parallel=tensor_parallel)
         notices += quantization.notices

@@ -112,7 +112,7 @@ def _check_quantized(
 
 def dtype_notices(tensors: Mapping[str, TensorEntry], shape: ModelShape) -> list[str]:
     """Says where the files hold another dtype than the config names."""
-    found = Counter(FLOAT_DTYPES[entry.dtype] for entry in tensors.values() if entry.dtype in FLOAT_DTYPES)
+    found = Counter(FLOAT_DTYPES[entry.dtype] for entry in tensors.values())
     others = {name: count for name, count in sorted(found.items()) if name != shape.dtype}
     if not others:
         return []
