@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lpxbuild.quantization.magnitude import largest
+
 Array = npt.NDArray[Any]
 
 MAX = 7.0
@@ -23,7 +25,7 @@ def block_scales(weight: Array, group_size: int) -> npt.NDArray[np.float32]:
         weight: (out, in), any float type; `in` is a multiple of `group_size`.
     """
     groups = weight.reshape(*weight.shape[:-1], -1, group_size)
-    scales = np.abs(groups).max(axis=-1).astype(np.float32) / np.float32(MAX)
+    scales = largest(groups) / np.float32(MAX)
     return np.where(scales == 0, np.float32(1), scales).astype(np.float32)
 
 

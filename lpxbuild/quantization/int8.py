@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lpxbuild.quantization.magnitude import largest
+
 Array = npt.NDArray[Any]
 
 MAX = 127.0
@@ -20,7 +22,7 @@ def scale(amax: Any) -> Any:
 
 def row_scales(weight: Array) -> Array:
     """(out,) scales of the rows of a matrix."""
-    scales: Array = scale(np.abs(weight).max(axis=-1, initial=0))
+    scales: Array = scale(largest(weight))
     return scales
 
 

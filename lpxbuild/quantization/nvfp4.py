@@ -11,6 +11,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from lpxbuild.quantization.halves import by_upper_half, index
+from lpxbuild.quantization.magnitude import largest
+
 Array = npt.NDArray[Any]
 
 BLOCK = 16
@@ -38,8 +41,7 @@ def block_scales(weight: Array, global_scales: Any) -> Array:
         global_scales: float32, one number, or one for each matrix of a stack.
     """
     blocks = weight.reshape(*weight.shape[:-1], -1, BLOCK)
-    largest = np.abs(blocks).max(axis=-1).astype(np.float32)
-    scales = largest / (np.float32(MAX) * _per_matrix(global_scales))
+    scales = largest(blocks) / (np.float32(MAX) * _per_matrix(global_scales))
     scales[scales == 0] = 1
     bounded: Array = np.clip(scales, np.float32(SMALLEST_SCALE), np.float32(SCALE_MAX)).astype(SCALE_DTYPE)
     return bounded
@@ -53,9 +55,8 @@ def encode(weight: Array, scales: Array, global_scales: Any) -> npt.NDArray[np.u
     blocks = weight.reshape(*weight.shape[:-1], -1, BLOCK)
     divisor = scales.astype(np.float32) * _per_matrix(global_scales)
     quotient = np.divide(blocks, divisor[..., None], dtype=np.float32).reshape(weight.shape)
-    codes = _codes(quotient)
-    packed: npt.NDArray[np.uint8] = codes[..., 1::2] << np.uint8(4)
-    packed |= codes[..., 0::2]
+    pairs = np.take(_CODES, index(quotient)).view("<u2")
+    packed: npt.NDArray[np.uint8] = ((pairs >> np.uint16(4)) | pairs).astype(np.uint8)
     return packed
 
 
@@ -76,14 +77,9 @@ def _per_matrix(global_scales: Any) -> Any:
     return scales.reshape(-1, 1, 1) if scales.size > 1 else scales.reshape(())
 
 
-def _table() -> npt.NDArray[np.uint8]:
-    """Codes by the upper half of a float32, its last bit set where the lower half is not zero.
-
-    All limits between two codes have at most three significant bits, so that bit never reaches one of them.
-    """
-    values = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     magnitude = np.abs(values)
-    codes = np.zeros(1 << 16, np.uint8)
+    codes = np.zeros(values.shape, np.uint8)
     with np.errstate(invalid="ignore"):
         # At a limit the even code wins: from below for 0.25, 1.25, 2.5 and 5, from above for 0.75, 1.75 and 3.5.
         for limit in (0.25, 1.25, 2.5, 5.0):
@@ -94,11 +90,4 @@ def _table() -> npt.NDArray[np.uint8]:
     return codes
 
 
-_CODES = _table()
-
-
-def _codes(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    bits = values.view(np.uint32)
-    index = (bits >> np.uint32(16)).astype(np.uint16)
-    index |= (bits & np.uint32(0xFFFF)) != 0
-    return np.take(_CODES, index)
+_CODES = by_upper_half(_rounded)
