@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -16,19 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from lpxbuild.checkpoint.layout import Linear, Piece, RankTensor
+from lpxbuild.checkpoint.quantized_layout import FACTORS, INPUT_SCALE, INT4, NVFP4, ROW_SCALE, SCALE, SCALE_2
+from lpxbuild.checkpoint.reexpress_scales import (
+    fp4_block_scales,
+    fp4_codes,
+    fp8_codes,
+    group_scales,
+    largest_fp4_scale,
+    largest_fp8_scale,
+)
 from lpxbuild.errors import SourceError
-from lpxbuild.quantization import fp8, int4, nvfp4
+from lpxbuild.quantization import int4, nvfp4
 from lpxbuild.source.quantized import Read, SourceQuantization
 from lpxbuild.source.quantized.integers import IntLinear
-from lpxbuild.source.quantized.linears import Fp4Linear, Fp8Linear
+from lpxbuild.source.quantized.linears import Fp4Linear
 
 Array = npt.NDArray[Any]
-
-WEIGHT_SCALE = "weights_scaling_factor"
-WEIGHT_SCALE_2 = "weights_scaling_factor_2"
-INPUT_SCALE = "activation_scaling_factor"
-ROW_SCALE = "per_channel_scale"
-INPUT_FACTOR = "prequant_scaling_factor"
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Reexpressed:
         kind = self.format
         blocks = [self._codes(piece, first, last, kind) for piece, first, last in self._pieces(begin, end)]
         rows = np.concatenate(blocks) if len(blocks) > 1 else np.ascontiguousarray(blocks[0])
-        return int4.pack_rows(rows) if kind.startswith(("int4", "w4a8")) else rows
+        return int4.pack_rows(rows) if kind in INT4 else rows
 
     def scales(self, dtype: Any) -> Mapping[str, Array]:
         """Everything stored beside the weight, by the suffix of its name.
@@ -80,21 +84,24 @@ class Reexpressed:
         """
         kind = self.format
         if kind == "fp8":
-            return {WEIGHT_SCALE: self._stacked(self._fp8_scales()), INPUT_SCALE: self._input_scale()}
+            return {SCALE: self._stacked(self._fp8_scales), INPUT_SCALE: self._input_scale()}
         if kind == "fp8_pc_pt":
             return {ROW_SCALE: self._by_rows(lambda one, a, b, _: one.row_scales(self.read, a, b))}
-        if "nvfp4" in kind:
-            found: dict[str, Array] = {WEIGHT_SCALE: self._block_scales(), WEIGHT_SCALE_2: self._fp4_scales()}
+        if kind in NVFP4:
+            common = self._fp4_scales
+            found: dict[str, Array] = {
+                SCALE: self._block_scales(),
+                SCALE_2: common if len(self.tensor.shape) == 3 else common.reshape(()),
+            }
             if kind == "nvfp4":
                 found[INPUT_SCALE] = self._input_scale().reshape(())
             return found
-        found = {WEIGHT_SCALE: self._by_rows(self._group_scales)}
+        found = {SCALE: self._by_rows(self._group_scales)}
         if kind != "int4_rtn":
-            found[INPUT_FACTOR] = self._factors(dtype)
+            found[FACTORS] = self._factors(dtype)
         if kind == "w4a8_awq":
-            modules = self._modules()
-            found[WEIGHT_SCALE_2] = np.array([max(one.weight_scale_2(self.read) for one in modules)], np.float32)
-            found[INPUT_SCALE] = np.array([max(one.input_scale(self.read) for one in modules)], np.float32)
+            second = [max(one.weight_scale_2(self.read) for one in self._modules(expert)) for expert in self._experts()]
+            found |= {SCALE_2: self._stacked(np.array(second, np.float32)), INPUT_SCALE: self._input_scale()}
         return found
 
     # pieces -----------------------------------------------------------------------------------------------------
@@ -139,50 +146,23 @@ class Reexpressed:
     def _codes(self, piece: Piece, begin: int, end: int, kind: str) -> Array:
         module, (first, last) = self._module(piece), piece.columns
         if kind == "fp8":
-            codes = self._fp8(module, piece, begin, end)
-        elif "nvfp4" in kind:
-            codes, first, last = self._fp4(module, piece, begin, end), first // 2, last // 2
+            codes = fp8_codes(module, self.read, begin, end, self._fp8_scales[self._expert_of(piece)])
+        elif kind in NVFP4:
+            codes = fp4_codes(module, self.read, begin, end, self._fp4_scales[self._expert_of(piece)])
+            first, last = first // 2, last // 2
         else:
             codes = module.codes(self.read, begin, end)
         return codes[:, first:last]
 
+    @cached_property
     def _fp8_scales(self) -> Array:
         """The largest weight scale of each expert's modules, float32."""
-        return np.array(
-            [max(one.row_scales(self.read, 0, 1)[0] for one in self._modules(expert)) for expert in self._experts()],
-            np.float32,
-        )
+        return np.array([largest_fp8_scale(self._modules(one), self.read) for one in self._experts()], np.float32)
 
-    def _fp8(self, module: Fp8Linear, piece: Piece, begin: int, end: int) -> Array:
-        codes: Array = module.codes(self.read, begin, end)
-        own, common = module.row_scales(self.read, 0, 1)[0], self._fp8_scales()[self._expert_of(piece)]
-        return codes if own == common else fp8.encode(fp8.decode(codes, own), common)
-
+    @cached_property
     def _fp4_scales(self) -> Array:
-        """The largest global scale of each expert's modules, float32; without dimension where there are no experts."""
-        scales = np.array(
-            [max(one.weight_scale_2(self.read) for one in self._modules(expert)) for expert in self._experts()],
-            np.float32,
-        )
-        return scales if len(self.tensor.shape) == 3 else scales.reshape(())
-
-    def _fp4_blocks(self, module: Fp4Linear, piece: Piece, begin: int, end: int) -> Array:
-        """FP8 scales of the blocks of whole rows, against the common global scale."""
-        scales: Array = module.block_scales(self.read, begin, end)
-        own, common = module.weight_scale_2(self.read), self._fp4_scales().reshape(-1)[self._expert_of(piece)]
-        if own == common:
-            return scales
-        moved = scales.astype(np.float32) * (own / common)
-        clipped: Array = np.clip(moved, np.float32(nvfp4.SMALLEST_SCALE), np.float32(nvfp4.SCALE_MAX))
-        return clipped.astype(scales.dtype)
-
-    def _fp4(self, module: Fp4Linear, piece: Piece, begin: int, end: int) -> Array:
-        codes: Array = module.codes(self.read, begin, end)
-        own, common = module.weight_scale_2(self.read), self._fp4_scales().reshape(-1)[self._expert_of(piece)]
-        if own == common:
-            return codes
-        values = nvfp4.decode(codes, module.block_scales(self.read, begin, end), own)
-        return nvfp4.encode(values, self._fp4_blocks(module, piece, begin, end), common)
+        """The largest global scale of each expert's modules, float32."""
+        return np.array([largest_fp4_scale(self._modules(one), self.read) for one in self._experts()], np.float32)
 
     # scales -----------------------------------------------------------------------------------------------------
 
@@ -191,38 +171,42 @@ class Reexpressed:
         return np.array([max(one.input_scale(self.read) for one in self._modules())], np.float32)
 
     def _block_scales(self) -> Array:
+        common = self._fp4_scales
+
         def rows(module: Fp4Linear, begin: int, end: int, piece: Piece) -> Array:
             first, last = piece.columns
-            return self._fp4_blocks(module, piece, begin, end)[:, first // nvfp4.BLOCK : last // nvfp4.BLOCK]
+            scales = fp4_block_scales(module, self.read, begin, end, common[self._expert_of(piece)])
+            return scales[:, first // nvfp4.BLOCK : last // nvfp4.BLOCK]
 
         return self._by_rows(rows)
 
     def _group_scales(self, module: IntLinear, begin: int, end: int, piece: Piece) -> Array:
-        """(rows, groups of `group_size`) float32: a scale of a larger group is repeated."""
-        scales = module.group_scales(self.read, begin, end)
-        repeated = np.repeat(scales, (module.group_size or module.shape[1]) // self.group_size, axis=1)
         first, last = piece.columns
-        return repeated[:, first // self.group_size : last // self.group_size]
+        scales = group_scales(module, self.read, begin, end, self.group_size)
+        return scales[:, first // self.group_size : last // self.group_size]
 
     def _factors(self, dtype: Any) -> Array:
-        """(in,) of what this rank has; ones where the factors went into the norm before the linear."""
-        columns = self.tensor.pieces[0].columns
+        """(in,), of experts (experts, in), of the columns that this rank has; ones where the factors went into the norm
+        before the linear."""
+        first, last = self.tensor.pieces[0].columns
+        rows = [self._shared_factors(self._modules(expert))[first:last] for expert in self._experts()]
+        stacked = np.stack(rows) if len(self.tensor.shape) == 3 else rows[0]
+        return stacked.astype(np.float32).astype(dtype)
+
+    def _shared_factors(self, modules: list[IntLinear]) -> Array:
         vectors: dict[bytes, Array] = {}
-        names = []
-        for module in self._modules():
+        for module in modules:
             factors = module.pre_quant_scale(self.read)
             whole = np.ones(module.shape[1], ml_dtypes.bfloat16) if factors is None else np.ascontiguousarray(factors)
-            if whole.tobytes() not in vectors:
-                names.append(module.module)
             vectors[whole.tobytes()] = whole
         if len(vectors) > 1:
             raise SourceError(
-                f"{' and '.join(names[:2])} have pre_quant_scale of their own",
+                f"{' and '.join(module.module for module in modules)} have pre_quant_scale of their own",
                 why="TensorRT-LLM stacks them into one linear with one factor for each input feature",
                 next="build for backend pytorch, which loads these files as they are",
             )
         (vector,) = vectors.values()
-        return vector[columns[0] : columns[1]].astype(np.float32).astype(dtype)
+        return vector
 
 
 def check_contents(quantization: SourceQuantization, read: Read) -> None:

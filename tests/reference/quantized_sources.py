@@ -183,7 +183,8 @@ def _weight_scale(module: Any, weights: dict[str, Any]) -> None:
 def alone(file: Path, name: str) -> Any:
     """A module of a package, without the package."""
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     sys.modules[name] = found
     spec.loader.exec_module(found)

@@ -29,12 +29,12 @@ ALGORITHMS: Mapping[str, tuple[Build, tuple[str, ...]]] = {
     ),
     "FP8_PER_CHANNEL_PER_TOKEN": (
         lambda module, shape, _group, _smoothed: Fp8Linear(module, shape, "fp8_pc_pt", per_row=True),
-        ("pytorch",),
+        ("pytorch", "vllm"),
     ),
     "NVFP4": (lambda module, shape, _group, _smoothed: Fp4Linear(module, shape, "nvfp4"), ("pytorch", "vllm")),
     "W4A16_NVFP4": (
         lambda module, shape, _group, _smoothed: Fp4Linear(module, shape, "w4a16_nvfp4", static_input=False),
-        ("pytorch", "vllm"),
+        ("vllm",),
     ),
     "W4A16_AWQ": (
         lambda module, shape, group, smoothed: RowPairLinear(module, shape, "int4_awq", group, smoothed=smoothed),
@@ -162,12 +162,12 @@ METHOD = Method(
             "unchanged",
             "pytorch, vllm",
         ),
-        ("FP8_PER_CHANNEL_PER_TOKEN", "`fp8_pc_pt`", "unchanged", "pytorch"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "`fp8_pc_pt`", "unchanged", "pytorch, vllm"),
         ("NVFP4", "`nvfp4`", "unchanged", "pytorch, vllm"),
-        ("W4A16_NVFP4", "refused: TensorRT-LLM's engines have no such kernel", "unchanged", "pytorch, vllm"),
+        ("W4A16_NVFP4", "refused: TensorRT-LLM's engines have no such kernel", "unchanged", "vllm"),
         ("W4A16_AWQ", "`int4_awq`", "unchanged", "pytorch"),
         ("W4A8_AWQ", "`w4a8_awq`", "unchanged", "pytorch"),
         ("W8A16, W8A8_SQ_PER_CHANNEL", "refused", "unchanged", "none known"),
-        ("MIXED_PRECISION of these", "each layer by its own rule", "unchanged", "pytorch"),
+        ("MIXED_PRECISION of these", "each layer by its own rule", "unchanged", "those that load every part"),
     ),
 )

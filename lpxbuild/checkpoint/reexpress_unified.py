@@ -1,0 +1,136 @@
+"""Quantized sources as unified Hugging Face checkpoints: unchanged, or under ModelOpt's names.
+
+vLLM loads every method as it is, so its checkpoints are the source's own files. TensorRT-LLM's PyTorch backend reads
+ModelOpt's names and DeepSeek's FP8 blocks only, so what has an equal form there is written in it; the rest goes
+unchanged, with a notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lpxbuild.checkpoint.reexpress_scales import (
+    fp4_block_scales,
+    fp4_codes,
+    group_scales,
+    largest_fp4_scale,
+)
+from lpxbuild.checkpoint.unified.modules import Group, Module
+from lpxbuild.checkpoint.unified.shards import StoredTensor
+from lpxbuild.checkpoint.unified.writing import ROW_BLOCK, Place
+from lpxbuild.quantization import int4
+from lpxbuild.quantization.scheme import Scheme
+from lpxbuild.source.quantized import QuantizedLinear, Read, SourceQuantization
+from lpxbuild.source.quantized.integers import IntLinear
+from lpxbuild.source.quantized.linears import Fp4Linear, Fp8Linear
+
+if TYPE_CHECKING:
+    from lpxbuild.source import Source
+
+FORMS = ("fp8", "fp8_pc_pt", "nvfp4", "w4a16_nvfp4", "int4_rtn")
+"""Formats that have a form under ModelOpt's names."""
+
+
+def unchanged(quantization: SourceQuantization, backend: str | None) -> bool:
+    """Whether the files go to a backend as they are (None = to whoever loads them)."""
+    if backend != "pytorch" or backend in quantization.loaders:
+        return True
+    return any(linear.format not in FORMS for linear in quantization.linears.values())
+
+
+def parameters(source: Source) -> int:
+    """Elements of the model that a quantized source stands for."""
+    assert source.quantization is not None
+    stored = source.quantization.expected
+    plain = sum(prod(entry.shape) for name, entry in source.tensors.items() if name not in stored)
+    return plain + sum(prod(linear.shape) for linear in source.quantization.linears.values())
+
+
+def modelopt_scheme(quantization: SourceQuantization) -> Scheme:
+    """The scheme under ModelOpt's names: integers in groups are W4A16_AWQ there, with factors or without."""
+    scheme = quantization.scheme
+    renamed = {"int4_rtn": "int4_awq"}
+    return replace(
+        scheme,
+        format=renamed.get(scheme.format, scheme.format),
+        overrides={name: renamed.get(one, one) for name, one in scheme.overrides.items()},
+    )
+
+
+def stored_tensors(linear: QuantizedLinear, group_size: int) -> list[StoredTensor]:
+    """What lies in the place of a quantized module's weight under ModelOpt's names."""
+    rows, columns = linear.shape
+    forms: Mapping[str, list[tuple[str, str, tuple[int, ...]]]] = {
+        "fp8": [("weight", "F8_E4M3", (rows, columns)), ("weight_scale", "F32", ()), ("input_scale", "F32", ())],
+        "fp8_pc_pt": [("weight", "F8_E4M3", (rows, columns)), ("weight_scale", "F32", (rows,))],
+        "nvfp4": [
+            ("weight", "U8", (rows, columns // 2)),
+            ("weight_scale", "F8_E4M3", (rows, columns // 16)),
+            ("weight_scale_2", "F32", ()),
+            ("input_scale", "F32", ()),
+        ],
+        "w4a16_nvfp4": [
+            ("weight", "U8", (rows, columns // 2)),
+            ("weight_scale", "F8_E4M3", (rows, columns // 16)),
+            ("weight_scale_2", "F32", ()),
+        ],
+        "int4_rtn": [("weight", "U8", (rows // 2, columns)), ("weight_scale", "F32", (rows, columns // group_size))],
+    }
+    return [StoredTensor(linear.name(suffix), dtype, shape) for suffix, dtype, shape in forms[str(linear.format)]]
+
+
+@dataclass(frozen=True)
+class QuantizedWork:
+    """The quantized modules of one group, written under ModelOpt's names.
+
+    Loaders stack the modules of a group, so these share the scale of the input and NVFP4's global scale.
+    """
+
+    group: Group
+    quantization: SourceQuantization
+    read: Read
+
+    def __call__(self, place: Place) -> None:
+        """Write all tensors of the group."""
+        linears: list[Any] = [self.quantization.linears[module.name] for module in self.group.modules]
+        for module, linear in zip(self.group.modules, linears):
+            if linear.format in ("fp8", "nvfp4"):
+                largest = max(one.input_scale(self.read) for one in linears)
+                place.number(linear.name("input_scale"), largest)
+            if isinstance(linear, Fp8Linear):
+                self._fp8(place, linear, module)
+            elif isinstance(linear, Fp4Linear):
+                self._fp4(place, linear, module, largest_fp4_scale(linears, self.read))
+            else:
+                self._int4(place, linear, module)
+
+    def _fp8(self, place: Place, linear: Fp8Linear, module: Module) -> None:
+        rows = linear.shape[0]
+        scales = linear.row_scales(self.read, 0, rows)
+        place.put(linear.name("weight_scale"), scales[:1] if linear.format == "fp8" else scales)
+        for begin, end in _blocks(module, 1):
+            place.put(linear.name("weight"), linear.codes(self.read, begin, end), begin)
+
+    def _fp4(self, place: Place, linear: Fp4Linear, module: Module, common: np.float32) -> None:
+        place.number(linear.name("weight_scale_2"), float(common))
+        for begin, end in _blocks(module, 1):
+            place.put(linear.name("weight"), fp4_codes(linear, self.read, begin, end, common), begin)
+            place.put(linear.name("weight_scale"), fp4_block_scales(linear, self.read, begin, end, common), begin)
+
+    def _int4(self, place: Place, linear: IntLinear, module: Module) -> None:
+        size = self.quantization.group_size
+        for begin, end in _blocks(module, 2):
+            place.put(linear.name("weight"), int4.pack_rows(linear.codes(self.read, begin, end)), begin // 2)
+            place.put(linear.name("weight_scale"), group_scales(linear, self.read, begin, end, size), begin)
+
+
+def _blocks(module: Module, multiple: int) -> Iterator[tuple[int, int]]:
+    rows, columns = module.shape
+    step = max(multiple, ROW_BLOCK // columns // multiple * multiple)
+    for begin in range(0, rows, step):
+        yield begin, min(begin + step, rows)
