@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources
 from lpxbuild.checkpoint.unified.checks import check_unified
 from lpxbuild.checkpoint.unified.encoding import ENCODINGS, stored
 from lpxbuild.checkpoint.unified.modules import Modules, model_modules
+from lpxbuild.checkpoint.unified.passing import carry, pass_through
 from lpxbuild.checkpoint.unified.quant_config import hf_quant_config, quantization_config
 from lpxbuild.checkpoint.unified.shards import INDEX, MAX_SHARD_BYTES, Shard, StoredTensor, index_text, split
 from lpxbuild.checkpoint.unified.smoothing import SMOOTHED, Smoothing, folds, smoothings
@@ -31,13 +32,10 @@ from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
-from lpxbuild.source.folder import GENERATION_CONFIG, SLOW_TOKENIZER_FILES, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from lpxbuild.source import Source
 
-CARRIED = (*TOKENIZER_FILES, *SLOW_TOKENIZER_FILES, GENERATION_CONFIG)
-"""Files of the source that loaders look for beside the weights."""
 UNQUANTIZED = Scheme()
 
 
@@ -55,7 +53,8 @@ def convert_unified(
     """Write a unified Hugging Face checkpoint: safetensors, config.json, hf_quant_config.json, tokenizer files.
 
     The tensors are bit for bit those of NVIDIA ModelOpt's `export_hf_checkpoint` with the same calibration. One block
-    after the other goes from the mapped source to its place; nothing is held whole.
+    after the other goes from the mapped source to its place; nothing is held whole. A source that is quantized already
+    goes through as it is.
 
     Args:
         source: a checked source.
@@ -74,6 +73,11 @@ def convert_unified(
     output = output if output is not None else Output.quiet()
     started = time.perf_counter()
     shape = source.shape
+    if source.quantization is not None:
+        total = sum(file.stat().st_size for file in {entry.file for entry in source.tensors.values()})
+        with output.progress("checkpoint", total) as advance:
+            passed = pass_through(source, destination, dtype=dtype, advance=advance)
+        return replace(passed, seconds=time.perf_counter() - started)
     dtype = shape.dtype if dtype == "auto" else dtype
     kind = SAFETENSORS_NAMES[dtype]
     modules = model_modules(shape)
@@ -101,7 +105,7 @@ def convert_unified(
     )
     with output.progress("checkpoint", sum(tensor.nbytes for tensor in tensors)) as advance:
         place = _write(source, shards, tensors, works, numbers, kind, workers, advance)
-    _carry(source, destination)
+    carry(source, destination)
     if len(shards) > 1:
         _write_text(destination / INDEX, index_text(shards, sum(tensor.nbytes for tensor in tensors)))
     quant_config = hf_quant_config(scheme, modules)
@@ -283,13 +287,6 @@ def _write(
         for descriptor in descriptors:
             os.close(descriptor)
         sources.close()
-
-
-def _carry(source: Source, destination: Path) -> None:
-    for name in CARRIED:
-        file = source.path / name
-        if file.is_file():
-            _guarded(destination / name, partial(shutil.copyfile, file, destination / name))
 
 
 def _config(source: Source, dtype: str, quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
