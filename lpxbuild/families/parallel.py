@@ -74,7 +74,7 @@ def check_parallel(shape: ModelShape, tensor: int, pipeline: int) -> None:
     if pipeline > 1 and not family.pipeline:
         raise SourceError(
             f"a {family.name} model cannot be split over pipeline parallel {pipeline} (pp_size)",
-            why=f"TensorRT-LLM's class for {family.name} has no pipeline stages",
+            why="TensorRT-LLM does not divide models of this family into pipeline stages",
             next="set parallel.pipeline to 1 and use parallel.tensor: "
             + ", ".join(map(str, tensor_parallel_sizes(shape))),
         )
