@@ -1,4 +1,4 @@
-"""Configs as transformers reads them: defaults, windows, and RoPE frequencies by TensorRT-LLM's formulas."""
+"""Configs as transformers reads them: defaults, windows, tensors, and RoPE frequencies by TensorRT-LLM's formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lpxbuild.families import ModelShape, family_for
+from lpxbuild.families import ModelShape, family_for, family_named
 
 BASE = {
     "hidden_size": 256,
@@ -20,6 +20,12 @@ BASE = {
     "num_attention_heads": 8,
     "vocab_size": 99,
 }
+# By the keys that the family has; what is left out here is transformers' default.
+BASES = {
+    "gpt2": {"n_embd": 256, "n_layer": 4, "n_head": 8, "vocab_size": 99},
+    "falcon": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 99},
+}
+SHORT_AND_LONG = {"short_factor": [1.0 + 0.1 * n for n in range(12)], "long_factor": [2.0 + n for n in range(12)]}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 WINDOW = {"sliding_window": 8, "use_sliding_window": True}
 CONFIGS: list[dict[str, Any]] = [
@@ -49,14 +55,51 @@ CONFIGS: list[dict[str, Any]] = [
     },
     {"model_type": "qwen3", "num_key_value_heads": 2},
     {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, **WINDOW, "max_window_layers": 1},
+    {"model_type": "gemma", "num_key_value_heads": 1},
+    {"model_type": "gemma", "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False},
+    {"model_type": "gemma2"},
+    {"model_type": "gemma2", "query_pre_attn_scalar": 144, "head_dim": 32, "sliding_window": 8},
+    {"model_type": "gemma2", "head_dim": 32, "layer_types": ["full_attention"] * 4},
+    {"model_type": "gemma3_text"},
+    {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 3},
+    {"model_type": "gemma3_text", "head_dim": 32, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"model_type": "phi3"},
+    {"model_type": "phi3", "num_key_value_heads": 4, "sliding_window": 7, "partial_rotary_factor": 0.75},
+    {
+        "model_type": "phi3",
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", **SHORT_AND_LONG},
+    },
+    {
+        "model_type": "phi3",
+        "max_position_embeddings": 8192,  # the original length is transformers' default, 4096
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "su", **SHORT_AND_LONG},
+    },
+    {"model_type": "gpt2"},
+    {"model_type": "gpt2", "n_inner": 512, "n_positions": 64, "scale_attn_weights": False},
+    {"model_type": "starcoder2"},
+    {"model_type": "starcoder2", "num_key_value_heads": 4, "use_bias": False, "sliding_window": 9},
+    {"model_type": "granite"},
+    {"model_type": "granite", "num_key_value_heads": 4, "attention_multiplier": 0.015625, "attention_bias": True},
+    {"model_type": "falcon"},
+    {"model_type": "falcon", "multi_query": False, "bias": True, "parallel_attn": False, "alibi": True},
+    {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 512},
+    {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
 ]
+
+
+def config_of(given: dict[str, Any]) -> dict[str, Any]:
+    return BASES.get(given["model_type"], BASE) | given
 
 
 @pytest.fixture(scope="module")
 def answers(reference_python: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
         [reference_python, Path(__file__).with_name("families_reference.py")],
-        input=json.dumps([BASE | config for config in CONFIGS]),
+        input=json.dumps([config_of(config) for config in CONFIGS]),
         capture_output=True,
         text=True,
         check=True,
@@ -65,7 +108,7 @@ def answers(reference_python: Path) -> list[dict[str, Any]]:
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    return family_for(BASE | config).model_shape(BASE | config)
+    return family_for(config_of(config)).model_shape(config_of(config))
 
 
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
@@ -73,13 +116,21 @@ def test_sizes_and_defaults(answers: list[dict[str, Any]], number: int) -> None:
     found, answer = shape_of(CONFIGS[number]), answers[number]
     for key in (
         "head_size",
-        "num_key_value_heads",
         "max_position_embeddings",
         "norm_epsilon",
         "rotary_base",
         "tie_word_embeddings",
     ):
         assert getattr(found, key) == answer[key], key
+    assert (found.attention_scale or found.head_size**-0.5) == pytest.approx(answer["attention_scale"], rel=1e-12)
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)))
+def test_the_tensors_are_those_of_the_model(answers: list[dict[str, Any]], number: int) -> None:
+    """Names and shapes, so also the KV heads, the biases and the norms; transformers lists a tied head as well."""
+    shape = shape_of(CONFIGS[number])
+    ours = {name: list(spec.shape) for name, spec in family_named(shape.family).tensors(shape).items()}
+    assert ours == answers[number]["tensors"]
 
 
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
@@ -121,14 +172,34 @@ def trtllm_frequencies(shape: ModelShape) -> tuple[np.ndarray[Any, Any], float]:
     )
 
 
-@pytest.mark.parametrize("number", [n for n, config in enumerate(CONFIGS) if "rope_scaling" in config])
+def rope_type(config: dict[str, Any]) -> str | None:
+    scaling = config.get("rope_scaling", {})
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+LONG = [n for n, config in enumerate(CONFIGS) if rope_type(config) in ("longrope", "su")]
+SCALED = [n for n, config in enumerate(CONFIGS) if rope_type(config) and n not in LONG]
+
+
+@pytest.mark.parametrize("number", LONG)
+def test_long_rope_has_two_sets_of_frequencies_and_one_magnitude(answers: list[dict[str, Any]], number: int) -> None:
+    shape, answer = shape_of(CONFIGS[number]), answers[number]
+    scaling = shape.rotary_scaling or {}
+    turned = int(shape.head_size * shape.rotary_pct)
+    plain = shape.rotary_base ** -(np.arange(0, turned, 2) / turned)
+    np.testing.assert_allclose(plain / np.array(scaling["short_factor"]), answer["frequencies"], rtol=2e-6)
+    np.testing.assert_allclose(plain / np.array(scaling["long_factor"]), answer["long_frequencies"], rtol=2e-6)
+    assert scaling["attention_factor"] == pytest.approx(answer["attention_factor"], rel=1e-12)
+
+
+@pytest.mark.parametrize("number", SCALED)
 def test_rope_numbers_mean_the_same_in_trtllms_formulas(answers: list[dict[str, Any]], number: int) -> None:
     frequencies, factor = trtllm_frequencies(shape_of(CONFIGS[number]))
     np.testing.assert_allclose(frequencies, answers[number]["frequencies"], rtol=2e-6)
     assert factor == pytest.approx(answers[number]["attention_factor"], rel=1e-9)
 
 
-@pytest.mark.parametrize("number", [n for n, config in enumerate(CONFIGS) if "rope_scaling" in config])
+@pytest.mark.parametrize("number", SCALED)
 def test_the_embedded_engine_turns_as_transformers_does(answers: list[dict[str, Any]], number: int) -> None:
     from lpxbuild.engine.openvino.rope import frequencies
 
