@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lpxbuild.errors import RecipeError, SourceError
+from lpxbuild.families import ModelShape
 from lpxbuild.output import Output
 
 
@@ -132,6 +133,20 @@ def check_features(features: Iterable[str], backend: str) -> str:
             )
     executors = {entry.attention[feature] for feature in features} | {"paged"}
     return "stateful" if "stateful" in executors else "paged"
+
+
+def check_positions(shape: ModelShape, max_seq_len: int) -> None:
+    """Refuse sequences longer than a learned table of positions; cheap, called before anything is converted.
+
+    Raises:
+        RecipeError: max_seq_len is beyond the table.
+    """
+    if shape.position == "learned" and max_seq_len > shape.max_position_embeddings:
+        raise RecipeError(
+            f"limits.max_seq_len {max_seq_len} is beyond the model's {shape.max_position_embeddings} positions",
+            why="the model has a learned vector for each position and none beyond",
+            next=f"set limits.max_seq_len to at most {shape.max_position_embeddings}",
+        )
 
 
 def compile_engine(

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from lpxbuild import checkpoint, source
-from lpxbuild.engine import check_features, compile_engine
+from lpxbuild.engine import check_features, check_positions, compile_engine
 from lpxbuild.engine.openvino.rope import frequencies
 from lpxbuild.errors import HostError, LpxError, RecipeError, SourceError
+from lpxbuild.families import family_named
 from lpxbuild.output import Output
 
 CASES = Path(__file__).parents[1] / "cases" / "data"
@@ -145,6 +146,14 @@ def test_a_missing_rank_file_is_named(tiny_checkpoint: Path, tmp_path: Path) -> 
             (broken / file.name).write_bytes(file.read_bytes())
     with pytest.raises(LpxError, match=r"rank1\.safetensors"):
         compiled(broken, tmp_path / "engine", Sizes())
+
+
+def test_a_length_beyond_learned_positions_is_refused() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 1024, "vocab_size": 96}
+    shape = family_named("gpt2").model_shape(config | {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32"})
+    check_positions(shape, 1024)
+    with pytest.raises(RecipeError, match="1024 positions"):
+        check_positions(shape, 1025)
 
 
 def test_a_quantized_cache_is_said_not_to_be_executed() -> None:

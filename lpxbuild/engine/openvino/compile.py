@@ -12,7 +12,7 @@ from typing import Any
 
 import lpxbuild
 from lpxbuild import checkpoint as checkpoints
-from lpxbuild.engine import EngineReport, Limits, Runtime, check_features
+from lpxbuild.engine import EngineReport, Limits, Runtime, check_features, check_positions
 from lpxbuild.engine.openvino.graph import DecoderGraph
 from lpxbuild.engine.openvino.weights import MergedWeights
 from lpxbuild.errors import HostError, RecipeError
@@ -52,6 +52,7 @@ def compile_engine(
     shape = reader.shape
     features = attention_features(shape, limits.max_seq_len)
     executor = check_features(features, "openvino")
+    check_positions(shape, limits.max_seq_len)
     blocks = _kv_blocks(shape, limits, runtime)
     _notice_positions(shape, limits, output)
     _notice_kv_cache(config, output)
@@ -168,12 +169,6 @@ def _notice_positions(shape: ModelShape, limits: Limits, output: Output) -> None
     trained = shape.max_position_embeddings
     if limits.max_seq_len <= trained:
         return
-    if shape.position == "learned":
-        raise RecipeError(
-            f"limits.max_seq_len {limits.max_seq_len} is beyond the model's {trained} positions",
-            why="the model has a learned vector for each position and none beyond",
-            next=f"set limits.max_seq_len to at most {trained}",
-        )
     if scaling.get("rope_type") != "yarn" or limits.max_seq_len > trained * scaling["factor"]:
         output.notice(
             f"limits.max_seq_len {limits.max_seq_len} is beyond the model's max_position_embeddings {trained}; "

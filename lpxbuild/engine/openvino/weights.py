@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 ROWS_AT_ONCE = 1024
+_SCRATCH_BYTES = 64 << 20  # of a scratch file at least; it is sparse, so what is not used costs nothing
+_ALIGNMENT = 64
 
 
 class RankFiles(Protocol):
@@ -87,9 +90,12 @@ class MergedWeights:
     """
 
     def __init__(self, ranks: RankFiles, scratch: Path) -> None:
+        import numpy as np
+
         self.ranks = ranks
         self.shape = ranks.shape
         self._scratch = scratch
+        self._room: Array = np.empty(0, np.uint8)  # what is left of the last scratch file
         config = ranks.config
         mapping = config["mapping"]
         self.tensor_parallel: int = mapping["tp_size"]
@@ -212,12 +218,17 @@ class MergedWeights:
         return self.ranks.tensor(name, block.rank).reshape(-1)
 
     def scratch_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """A zeroed array backed by an unlinked file, for tensors made during the build."""
+        """A zeroed array in an unlinked file, for tensors made during the build. Many share one file: a process may
+        map only some 65,000, and a model with many experts has more matrices than that."""
         import numpy as np
 
-        with tempfile.TemporaryFile(dir=self._scratch) as file:
-            array: Array = np.memmap(file, dtype=dtype, mode="w+", shape=shape)
-            return array
+        size = np.dtype(dtype).itemsize * prod(shape)
+        if size > len(self._room):
+            with tempfile.TemporaryFile(dir=self._scratch) as file:
+                self._room = np.memmap(file, dtype=np.uint8, mode="w+", shape=(max(size, _SCRATCH_BYTES),))
+        array: Array = self._room[:size].view(dtype).reshape(shape)
+        self._room = self._room[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+        return array
 
     def _qkv_spans(self) -> tuple[list[tuple[int, int, int]], ...]:
         """(rank of the stage, first row, end) of the query rows, key rows and value rows of a rank's [Q; K; V]."""
