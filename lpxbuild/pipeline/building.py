@@ -232,11 +232,12 @@ class _Build:
         if self.recipe.checkpoint_layout == "tensorrt_llm":
             check_shapes(source.shape, Scheme.of(self.recipe.quantization).format, self.recipe.parallel.tensor)
         if self._has("engine"):
-            from lpxbuild.engine import check_features
+            from lpxbuild.engine import check_features, check_positions
             from lpxbuild.families import attention_features
 
             features = attention_features(source.shape, self.recipe.limits.max_seq_len)
             check_features(features, self.recipe.backend)
+            check_positions(source.shape, self.recipe.limits.max_seq_len)
         if stage.name == "calibration":
             from lpxbuild.quantization.calibration import check_calibration
 
