@@ -123,7 +123,7 @@ class UnifiedReader:
         if format_name == "none":
             return self.stored(name)[begin:end].astype(np.float32)
         if self._transposed:
-            return self._linear(module, format_name, 0, None).T[begin:end]
+            return np.ascontiguousarray(self._linear(module, format_name, 0, None).T[begin:end])
         return self._linear(module, format_name, begin, end)
 
     def _quantized(self, name: str) -> tuple[str, str]:

@@ -121,7 +121,8 @@ class GroupWork:
         if encoding.per_tensor:
             for module in self.group.modules:
                 largest[module.name] = max(extent(rows).largest for _, rows in self._blocks(place, module, first=True))
-            if encoding.merged:
+            # Loaders run the two halves of an expert with one scale, and would round FP8 weights a second time.
+            if encoding.merged or self.group.experts is not None:
                 largest = dict.fromkeys(largest, max(largest.values()))
         for module in self.group.modules:
             self._write(place, module, largest[module.name])
