@@ -7,7 +7,7 @@ unchanged, with a notice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,12 @@ from lpxbuild.checkpoint.reexpress_scales import (
     largest_fp4_scale,
 )
 from lpxbuild.checkpoint.unified.modules import Group, Module
-from lpxbuild.checkpoint.unified.shards import StoredTensor
 from lpxbuild.checkpoint.unified.writing import ROW_BLOCK, Place
 from lpxbuild.quantization import int4
+from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
-from lpxbuild.source.quantized import QuantizedLinear, Read, SourceQuantization
+from lpxbuild.source.quantized import Read, SourceQuantization
+from lpxbuild.source.quantized.arrays import mapped
 from lpxbuild.source.quantized.integers import IntLinear
 from lpxbuild.source.quantized.linears import Fp4Linear, Fp8Linear
 
@@ -62,26 +63,15 @@ def modelopt_scheme(quantization: SourceQuantization) -> Scheme:
     )
 
 
-def stored_tensors(linear: QuantizedLinear, group_size: int) -> list[StoredTensor]:
-    """What lies in the place of a quantized module's weight under ModelOpt's names."""
-    rows, columns = linear.shape
-    forms: Mapping[str, list[tuple[str, str, tuple[int, ...]]]] = {
-        "fp8": [("weight", "F8_E4M3", (rows, columns)), ("weight_scale", "F32", ()), ("input_scale", "F32", ())],
-        "fp8_pc_pt": [("weight", "F8_E4M3", (rows, columns)), ("weight_scale", "F32", (rows,))],
-        "nvfp4": [
-            ("weight", "U8", (rows, columns // 2)),
-            ("weight_scale", "F8_E4M3", (rows, columns // 16)),
-            ("weight_scale_2", "F32", ()),
-            ("input_scale", "F32", ()),
-        ],
-        "w4a16_nvfp4": [
-            ("weight", "U8", (rows, columns // 2)),
-            ("weight_scale", "F8_E4M3", (rows, columns // 16)),
-            ("weight_scale_2", "F32", ()),
-        ],
-        "int4_rtn": [("weight", "U8", (rows // 2, columns)), ("weight_scale", "F32", (rows, columns // group_size))],
-    }
-    return [StoredTensor(linear.name(suffix), dtype, shape) for suffix, dtype, shape in forms[str(linear.format)]]
+def cache_calibration(source: Source) -> Calibration:
+    """The scales of a source's KV cache as a calibration tells them: largest keys and values."""
+    assert source.quantization is not None
+    read, found = mapped(source.tensors), {}
+    for attention in source.quantization.key_value_scales:
+        scales = source.quantization.key_value_scale(read, attention, source.tensors)
+        for kind, scale in zip("kv", scales):
+            found[f"{attention}.{kind}_bmm_quantizer._amax"] = np.array([scale * 448.0])
+    return Calibration(found)
 
 
 @dataclass(frozen=True)

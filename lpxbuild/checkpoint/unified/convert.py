@@ -16,6 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
 from lpxbuild.checkpoint.convert import MOST_WORKERS, _guarded, _host_error, _notice_non_finite, _run
+from lpxbuild.checkpoint.reexpress import check_contents
+from lpxbuild.checkpoint.reexpress_unified import (
+    QuantizedWork,
+    cache_calibration,
+    modelopt_scheme,
+    parameters,
+    unchanged,
+)
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk, fitting_workers
 from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources
@@ -32,9 +40,11 @@ from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
+from lpxbuild.source.quantized.arrays import mapped
 
 if TYPE_CHECKING:
     from lpxbuild.source import Source
+    from lpxbuild.source.quantized import Read, SourceQuantization
 
 UNQUANTIZED = Scheme()
 
@@ -46,6 +56,7 @@ def convert_unified(
     dtype: str,
     scheme: Scheme = UNQUANTIZED,
     calibration: Calibration | None = None,
+    backend: str | None = None,
     workers: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     output: Output | None = None,
@@ -62,6 +73,7 @@ def convert_unified(
         dtype: float32, float16, bfloat16, or auto for the source's.
         scheme: formats of the linears, and of the KV cache.
         calibration: needed for formats with scales of the input or factors, and for an FP8 KV cache.
+        backend: who is to load it; decides whether a source that is quantized already goes through as it is.
         workers: threads; None = one for each CPU of this process, at most 4. Fewer are used where memory is short.
         max_shard_bytes: tensors beyond this go to the next file.
 
@@ -73,28 +85,30 @@ def convert_unified(
     output = output if output is not None else Output.quiet()
     started = time.perf_counter()
     shape = source.shape
-    if source.quantization is not None:
-        total = sum(file.stat().st_size for file in {entry.file for entry in source.tensors.values()})
-        with output.progress("checkpoint", total) as advance:
-            passed = pass_through(source, destination, dtype=dtype, advance=advance)
-        return replace(passed, seconds=time.perf_counter() - started)
+    already = source.quantization
+    if already is not None:
+        check_contents(already, mapped(source.tensors))
+        if unchanged(already, backend):
+            return _pass_through(source, destination, dtype=dtype, backend=backend, output=output)
+        scheme, calibration = modelopt_scheme(already), cache_calibration(source)
     dtype = shape.dtype if dtype == "auto" else dtype
     kind = SAFETENSORS_NAMES[dtype]
     modules = model_modules(shape)
     check_unified(modules, scheme)
     formats = {module.name: scheme.format_of(module.name) for module in modules.linears}
-    _check_calibration(formats, scheme, calibration)
-    _check_types(source, modules.tensors)
+    if already is None:
+        _check_calibration(formats, scheme, calibration)
+    _check_types(source, [name for name in modules.tensors if already is None or not already.holds(name)])
 
     known = calibration if calibration is not None else Calibration({})
-    smoothing = smoothings(modules, formats, known, NUMPY_TYPES[kind])
+    smoothing = smoothings(modules, formats, known, NUMPY_TYPES[kind]) if already is None else {}
     numbers = _key_value_scales(modules, scheme, known)
     tensors = _stored(source, modules, formats, scheme.group_size, smoothing, numbers, kind)
-    works = _works(modules, formats, scheme.group_size, smoothing, known)
+    works = _works(modules, formats, scheme.group_size, smoothing, known, already, mapped(source.tensors))
     destination.mkdir(parents=True, exist_ok=True)
     shards = split(destination, tensors, max_shard_bytes)
     total = sum(shard.size for shard in shards)
-    used = [source.tensors[name] for name in modules.tensors]
+    used = [source.tensors[name] for name in modules.tensors if already is None or name in source.tensors]
     workers = _plan_resources(
         destination,
         total,
@@ -117,7 +131,7 @@ def convert_unified(
     report = ConversionReport(
         dtype=dtype,
         quantization_format=scheme.format,
-        parameters=sum(prod(entry.shape) for entry in used),
+        parameters=sum(prod(entry.shape) for entry in used) if already is None else parameters(source),
         ranks=tuple(RankStatistics(shard.path.name, shard.size, len(shard.offsets)) for shard in shards),
         casts=dict(Counter(entry.dtype for entry in used if entry.dtype != kind)),
         overflows=tuple(
@@ -130,6 +144,27 @@ def convert_unified(
     )
     output.step(f"checkpoint: {len(shards)} file(s), {gigabytes(report.bytes)} in {report.seconds:.1f} s")
     return report
+
+
+def _pass_through(
+    source: Source, destination: Path, *, dtype: str, backend: str | None, output: Output
+) -> ConversionReport:
+    assert source.quantization is not None
+    started = time.perf_counter()
+    loaders = source.quantization.loaders
+    if backend is not None and backend not in loaders:
+        output.notice(
+            f"checkpoint: backend {backend} is not known to load {source.quantization.title} files of this kind; "
+            f"known to load them: {', '.join(loaders) or 'none'}"
+        )
+    if dtype not in ("auto", source.shape.dtype):
+        output.notice(
+            f"checkpoint: the files of a quantized source go through as they are: {source.shape.dtype}, not {dtype}"
+        )
+    total = sum(file.stat().st_size for file in {entry.file for entry in source.tensors.values()})
+    with output.progress("checkpoint", total) as advance:
+        passed = pass_through(source, destination, advance=advance)
+    return replace(passed, parameters=parameters(source), seconds=time.perf_counter() - started)
 
 
 def _check_calibration(formats: Mapping[str, str], scheme: Scheme, calibration: Calibration | None) -> None:
@@ -206,6 +241,8 @@ def _works(
     group_size: int,
     smoothing: Mapping[str, Smoothing],
     calibration: Calibration,
+    already: SourceQuantization | None,
+    read: Read,
 ) -> list[Work]:
     works: list[Work] = []
     done: set[str] = set()
@@ -213,6 +250,10 @@ def _works(
     for group in modules.groups:
         name = formats[group.modules[0].name]
         if name == "none":
+            continue
+        if already is not None:
+            works.append(QuantizedWork(group, already, read))
+            done.update(module.piece.source for module in group.modules)
             continue
         largest = input_largest(group, name, calibration, siblings)
         works.append(GroupWork(group, name, group_size, smoothing, largest))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from lpxbuild.checkpoint.convert import _guarded
 from lpxbuild.checkpoint.report import ConversionReport, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk
-from lpxbuild.errors import RecipeError
 from lpxbuild.source.folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -42,19 +41,12 @@ def carry(source: Source, destination: Path, names: tuple[str, ...] = BESIDE) ->
             _guarded(destination / name, partial(shutil.copyfile, file, destination / name))
 
 
-def pass_through(source: Source, destination: Path, *, dtype: str, advance: Callable[[int], None]) -> ConversionReport:
+def pass_through(source: Source, destination: Path, *, advance: Callable[[int], None]) -> ConversionReport:
     """Copy weights, index and settings of a quantized source.
 
     Raises:
-        RecipeError: another dtype is asked for.
         HostError: the disk is too small, or writing failed.
     """
-    if dtype not in ("auto", source.shape.dtype):
-        raise RecipeError(
-            f"model.dtype {dtype} cannot be had of a source that is quantized already",
-            why=f"its files go through as they are, and its unquantized weights are {source.shape.dtype}",
-            next=f"set model.dtype to auto or {source.shape.dtype}",
-        )
     destination.mkdir(parents=True, exist_ok=True)
     files = sorted({entry.file for entry in source.tensors.values()})
     check_disk(destination, sum(file.stat().st_size for file in files))

@@ -76,12 +76,13 @@ def _read(settings: Settings, modules: Modules, tensors: Mapping[str, TensorEntr
     notices: dict[str, None] = {}
     sizes: set[int] = set()
     for module, shape in {**modules.shapes, modules.head[0]: modules.head[1]}.items():
-        if matched_by(module, ignored):
+        kind = "Conv1D" if module in modules.transposed else "Linear"
+        if matched_by(module, ignored, kind):
             continue
         if module == modules.head[0] and modules.tied:
             continue  # the embedding serves as head, and has no scales of its own
-        group = max(groups, key=lambda one: matched_by(module, one.targets))
-        if not matched_by(module, group.targets):
+        group = max(groups, key=lambda one: matched_by(module, one.targets, kind))
+        if not matched_by(module, group.targets, kind):
             continue
         linear, why, notice = _linear(settings, module, shape, group, tensors)
         linears[module] = linear

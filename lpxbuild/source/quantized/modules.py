@@ -24,6 +24,7 @@ class Modules:
         attention: the attention module of each layer ("model.layers.0.self_attn").
         together: modules that TensorRT-LLM stacks into one linear (q, k and v; the experts of a layer).
         biased: modules that have a bias in the model.
+        transposed: modules of another class than Linear, which hold the matrix as (in, out) (GPT-2's Conv1D).
     """
 
     shapes: dict[str, tuple[int, int]]
@@ -32,6 +33,7 @@ class Modules:
     attention: tuple[str, ...]
     together: tuple[tuple[str, ...], ...]
     biased: frozenset[str]
+    transposed: frozenset[str]
 
 
 def modules_of(family: Family, shape: ModelShape) -> Modules:
@@ -40,6 +42,7 @@ def modules_of(family: Family, shape: ModelShape) -> Modules:
     attention: dict[str, None] = {}
     together: list[tuple[str, ...]] = []
     biased: set[str] = set()
+    transposed: set[str] = set()
     sizes = dimensions(shape)
     head = ("lm_head", (shape.vocab_size, shape.hidden_size))
     for rule in family.rules(shape):
@@ -57,11 +60,20 @@ def modules_of(family: Family, shape: ModelShape) -> Modules:
                     name: (size[1], size[0]) if rule.transposed else (size[0], size[1]) for name, size in found.items()
                 }
                 together.append(tuple(found))
+                transposed |= set(found) if rule.transposed else set()
             elif rule.target.endswith(".bias"):
                 biased |= set(found)
             if rule.linear and rule.split == "qkv":
                 attention[next(iter(found)).rpartition(".")[0]] = None
-    return Modules(shapes, head, shape.tie_word_embeddings, tuple(attention), tuple(together), frozenset(biased))
+    return Modules(
+        shapes,
+        head,
+        shape.tie_word_embeddings,
+        tuple(attention),
+        tuple(together),
+        frozenset(biased),
+        frozenset(transposed),
+    )
 
 
 def named_by(module: str, patterns: Iterable[str]) -> bool:

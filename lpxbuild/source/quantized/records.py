@@ -120,6 +120,10 @@ class SourceQuantization:
             tensors |= {name: ExpectedTensor(name, FLOATS, ((), (1,)), required=False) for name in names}
         return tensors
 
+    def holds(self, weight: str) -> bool:
+        """Whether "<module>.weight" is the weight of a quantized module."""
+        return weight.removesuffix(".weight") in self.linears
+
     def key_value_scale(self, read: Read, attention: str, present: Mapping[str, Any]) -> tuple[float, float]:
         """Scales of keys and values of an attention module ("model.layers.0.self_attn"): value ≈ stored · scale.
 
