@@ -19,6 +19,13 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """safetensors' names → numpy dtypes, for the types that weights may have."""
+STORED_TYPES: dict[str, np.dtype[Any]] = {
+    **NUMPY_TYPES,
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+"""The same for everything that a checkpoint of lpx may hold."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lpxbuild.errors import SourceError
 from lpxbuild.families import ModelShape, families
 from lpxbuild.families.reading import positive_int
 from lpxbuild.families.rope import long_rope_magnitude
-from lpxbuild.quantization import FORMATS, KV_CACHE
+from lpxbuild.quantization.scheme import Scheme
 
 FORMAT_VERSION = 2
 POSITIONS = {"rope": "rope_gpt_neox", "learned": "learned_absolute", "alibi": "alibi_with_scale"}
@@ -30,8 +30,8 @@ def trtllm_config(
     shape: ModelShape,
     *,
     dtype: str,
-    quantization_format: str,
-    kv_cache: str,
+    scheme: Scheme,
+    quantization: Mapping[str, Any],
     tensor_parallel: int,
     pipeline_parallel: int,
     generation: Mapping[str, Any],
@@ -41,10 +41,33 @@ def trtllm_config(
     Args:
         shape: the model; `vocab_size` and `num_key_value_heads` stay the real ones, without padding and copies.
         dtype: element type of the checkpoint.
+        scheme: what the checkpoint's linears have, written under `lpx` for the way back.
+        quantization: the same in TensorRT-LLM's words.
         generation: what the layout has no field for (end_ids, pad_id, bos_id, source), written under `lpx`.
     """
+    model = model_fields(shape, dtype)
+    own = model.pop("lpx")
     return {
         "producer": {"name": "lpx", "version": __version__},
+        **model,
+        "mapping": {
+            "world_size": tensor_parallel * pipeline_parallel,
+            "tp_size": tensor_parallel,
+            "pp_size": pipeline_parallel,
+            "cp_size": 1,
+            **({"moe_tp_size": tensor_parallel, "moe_ep_size": 1} if shape.moe else {}),
+        },
+        "quantization": dict(quantization),
+        "lpx": {**own, "quantization_format": scheme.format, "scheme": scheme.as_dict(), **generation},
+    }
+
+
+def model_fields(shape: ModelShape, dtype: str) -> dict[str, Any]:
+    """The fields that describe the model, and nothing of its splits and formats; `shape_from_config` reads them back.
+
+    What TensorRT-LLM's checkpoint has no field for, and the embedded engine needs, lies under `lpx`.
+    """
+    return {
         "architecture": shape.architecture,
         "dtype": dtype,
         "logits_dtype": "float32",
@@ -66,25 +89,9 @@ def trtllm_config(
         # True only for GPT variants; TensorRT-LLM's Qwen3 class turns its head norms on by itself.
         "qk_layernorm": False,
         **families()[shape.family].trtllm_fields(shape),
-        "mapping": {
-            "world_size": tensor_parallel * pipeline_parallel,
-            "tp_size": tensor_parallel,
-            "pp_size": pipeline_parallel,
-            "cp_size": 1,
-            **({"moe_tp_size": tensor_parallel, "moe_ep_size": 1} if shape.moe else {}),
-        },
-        "quantization": {
-            "quant_algo": FORMATS[quantization_format].quant_algo,
-            "kv_cache_quant_algo": KV_CACHE[kv_cache],
-            # A list would replace TensorRT-LLM's defaults (lm_head, embeddings, routers); null keeps them.
-            "exclude_modules": None,
-        },
         "lpx": {
             "format_version": FORMAT_VERSION,
             "family": shape.family,
-            "quantization_format": quantization_format,
-            **generation,
-            # TensorRT-LLM's checkpoint has no field for these; the embedded engine needs them.
             "hidden_act": shape.hidden_act,
             "sliding_window": shape.sliding_window,
             "layer_types": list(shape.layer_types) if shape.layer_types is not None else None,

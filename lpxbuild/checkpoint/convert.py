@@ -9,9 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -19,16 +17,22 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
 from lpxbuild.checkpoint.config import trtllm_config
-from lpxbuild.checkpoint.layout import Piece, RankTensor, plan
+from lpxbuild.checkpoint.layout import RankTensor, plan
+from lpxbuild.checkpoint.quantized_config import linear_formats, quant_cfg, quantization_fields
+from lpxbuild.checkpoint.quantized_layout import StoredTensor, check_storable, stored_tensors
+from lpxbuild.checkpoint.quantized_transfer import Place, attention_module
 from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk, fitting_workers
 from lpxbuild.checkpoint.statistics import Extent
-from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources, Stopped, transfer
-from lpxbuild.errors import HostError, SourceError
+from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources, Stopped
+from lpxbuild.checkpoint.works import Work, works_of
+from lpxbuild.errors import HostError, RecipeError, SourceError
 from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
-from lpxbuild.quantization import check_kv_cache, format_for
+from lpxbuild.quantization import FORMATS
+from lpxbuild.quantization.calibrated import Calibration
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import tokenizer_files
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 Advance = Callable[[int], None]
 T = TypeVar("T")
 
+UNQUANTIZED = Scheme()
 MOST_WORKERS = 4
 """More threads than this wait for memory bandwidth or the disk."""
 
@@ -46,59 +51,67 @@ def convert(
     destination: Path,
     *,
     dtype: str,
-    quantization_format: str = "none",
-    kv_cache: str = "none",
+    scheme: Scheme = UNQUANTIZED,
+    calibration: Calibration | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     workers: int | None = None,
     output: Output | None = None,
 ) -> ConversionReport:
-    """Write a TensorRT-LLM checkpoint: config.json, rank{N}.safetensors, tokenizer/.
+    """Write a TensorRT-LLM checkpoint: config.json, rank{N}.safetensors, tokenizer/, quant_cfg.json if formats differ.
 
     One block after the other goes from the mapped source to its place; nothing is held whole. `int8_wo` and `int4_wo`
     keep plain weights and name the algorithm: TensorRT-LLM's builder quantizes them for its GPU while loading, and
     what it would do with weights quantized here depends on the architecture of the GPU that runs them.
     Kernel sizes are not looked at here (`quantization.check_shapes` is the build's check).
+    A source that is quantized already keeps its formats.
 
     Args:
         source: a checked source.
         destination: a fresh folder; on failure it holds an unfinished checkpoint without config.json.
         dtype: float32, float16, bfloat16, or auto for the source's.
+        scheme: formats of the linears, and of the KV cache.
+        calibration: needed for formats with factors or scales of the input, and for a quantized KV cache.
         workers: threads; None = one for each CPU of this process, at most 4. Fewer are used, with a notice, where
             memory is short.
 
     Raises:
-        RecipeError: a format that this version cannot build.
+        RecipeError: a mixture of formats that TensorRT-LLM cannot load, or a calibration is missing.
         SourceError: sizes that cannot be split so, or a tensor type that is no weight type.
         HostError: not enough memory or disk, or writing failed; names the path and the reason.
     """
     output = output if output is not None else Output.quiet()
     started = time.perf_counter()
-    format_for(quantization_format)
-    check_kv_cache(kv_cache)
     shape = source.shape
     dtype = shape.dtype if dtype == "auto" else dtype
+    if source.quantization is not None:
+        scheme = source.quantization.scheme
+    else:
+        _check_calibration(scheme, calibration)
     workers = workers if workers is not None else min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-    stored = SAFETENSORS_NAMES[dtype]
+    kind = SAFETENSORS_NAMES[dtype]
     tensors = list(plan(shape, tensor_parallel, pipeline_parallel))
+    formats = linear_formats(tensors, scheme)
+    check_storable(tensors, scheme)
     _check_types(source, tensors)
+    stored = list(stored_tensors(tensors, scheme, kind))
+    works = works_of(source, stored, scheme, calibration)
 
     destination.mkdir(parents=True, exist_ok=True)
-    by_rank = {
-        rank: list(group)
-        for rank, group in groupby(sorted(tensors, key=lambda tensor: tensor.rank), key=lambda tensor: tensor.rank)
-    }
-    files = {rank: RankFile.of(destination / rank_file_name(rank), group, stored) for rank, group in by_rank.items()}
+    by_rank: dict[int, list[StoredTensor]] = {}
+    for tensor in stored:
+        by_rank.setdefault(tensor.rank, []).append(tensor)
+    files = {rank: RankFile.of(destination / rank_file_name(rank), by_rank[rank]) for rank in sorted(by_rank)}
     total = sum(file.size for file in files.values())
-    workers = _plan_resources(source, tensors, destination, total, workers, output)
+    workers = _plan_resources(source, tensors, destination, total, min(workers, len(works)), output)
     with output.progress("checkpoint", total - sum(len(file.header) for file in files.values())) as advance:
-        overflows, extents = _write(source, tensors, files, stored, workers, advance)
+        overflows, extents = _write(source, works, files, destination, kind, workers, advance)
     _carry_tokenizer(source, destination)
     config = trtllm_config(
         shape,
         dtype=dtype,
-        quantization_format=quantization_format,
-        kv_cache=kv_cache,
+        scheme=scheme,
+        quantization=quantization_fields(formats, scheme),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         generation={
@@ -108,19 +121,24 @@ def convert(
             "source": source.origin,
         },
     )
+    layers = quant_cfg(formats, scheme)
+    if layers is not None:
+        text = json.dumps(layers, indent=2) + "\n"
+        _guarded(destination / "quant_cfg.json", partial((destination / "quant_cfg.json").write_text, text))
     # Last, so that a folder with a config.json has all of its ranks.
     text = json.dumps(config, indent=2) + "\n"
     _guarded(destination / "config.json", partial((destination / "config.json").write_text, text))
     _notice_overflows(overflows, dtype, output)
     _notice_non_finite(extents, output)
-    used = {piece.source for tensor in tensors for piece in tensor.pieces}
+    used = _read(source, tensors)
     report = ConversionReport(
         dtype=dtype,
-        quantization_format=quantization_format,
+        quantization_format=scheme.format,
         parameters=sum(prod(source.tensors[name].shape) for name in used),
         ranks=tuple(RankStatistics(file.path.name, file.size, len(by_rank[rank])) for rank, file in files.items()),
-        casts=dict(Counter(kind for name in used if (kind := source.tensors[name].dtype) != stored)),
+        casts=dict(Counter(found for name in used if (found := source.tensors[name].dtype) != kind)),
         overflows=overflows,
+        kv_amax=_key_value_amax(tensors, scheme, calibration),
         extents=extents,
         workers=workers,
         memory_needed=workers * WORKER_BYTES,
@@ -130,8 +148,35 @@ def convert(
     return report
 
 
+def _check_calibration(scheme: Scheme, calibration: Calibration | None) -> None:
+    if calibration is None and scheme.needs_calibration:
+        calibrated = [name for name in scheme.formats if FORMATS[name].needs_calibration]
+        what = f"format {calibrated[0]}" if calibrated else f"kv_cache {scheme.kv_cache}"
+        raise RecipeError(
+            f"quantization.{what} needs a calibration",
+            why="its scales come from text that is run through the model; without it they would all be guessed",
+            next="calibrate first: lpx build RECIPE",
+        )
+
+
+def _key_value_amax(
+    tensors: Sequence[RankTensor], scheme: Scheme, calibration: Calibration | None
+) -> dict[str, tuple[float, float]]:
+    if calibration is None or scheme.kv_cache == "none":
+        return {}
+    modules = [attention_module(one.linear) for one in tensors if one.linear is not None and one.linear.split == "qkv"]
+    return {module: calibration.key_value_amax(module) for module in dict.fromkeys(modules)}
+
+
+def _read(source: Source, tensors: Sequence[RankTensor]) -> set[str]:
+    """Names of the plain source tensors that the plan reads: all but weights that are quantized already."""
+    quantized = () if source.quantization is None else source.quantization.linears
+    names = {piece.source for tensor in tensors for piece in tensor.pieces}
+    return {name for name in names if name.removesuffix(".weight") not in quantized}
+
+
 def _check_types(source: Source, tensors: Sequence[RankTensor]) -> None:
-    for name in sorted({piece.source for tensor in tensors for piece in tensor.pieces}):
+    for name in sorted(_read(source, tensors)):
         entry = source.tensors.get(name)
         if entry is None:
             raise SourceError(
@@ -155,18 +200,15 @@ def _plan_resources(
     Raises:
         HostError: not even one fits, or the disk is too small.
     """
-    used = {piece.source for tensor in tensors for piece in tensor.pieces}
-    largest = max(source.tensors[name].nbytes for name in used)
-    fit, needed, available = fitting_workers(
-        min(workers, len(tensors)), memory_each=WORKER_BYTES, largest_mapping=largest
-    )
+    largest = max(source.tensors[name].nbytes for name in _read(source, tensors))
+    fit, needed, available = fitting_workers(workers, memory_each=WORKER_BYTES, largest_mapping=largest)
     if fit == 0:
         raise HostError(
             f"the conversion needs {gigabytes(needed)} of memory, {gigabytes(available)} are available",
             why="the limit is the least of free memory, the control group's and `ulimit -v`",
             next="free memory or raise the limit, and build again",
         )
-    if fit < workers and fit < len(tensors):
+    if fit < workers:
         output.notice(
             f"checkpoint: {fit} of {workers} workers: {gigabytes(available)} of memory are available, "
             f"each worker needs {gigabytes(needed // fit)}"
@@ -181,8 +223,9 @@ def _plan_resources(
 
 def _write(
     source: Source,
-    tensors: Sequence[RankTensor],
+    works: Sequence[Work],
     files: dict[int, RankFile],
+    destination: Path,
     dtype: str,
     workers: int,
     advance: Advance,
@@ -192,29 +235,20 @@ def _write(
     try:
         for rank, file in files.items():
             descriptors[rank] = _guarded(file.path, file.create)
-        stop = Event()
-        found: list[OverflowedTensor] = []
-        extents: dict[Piece, Extent] = {}
+        place = Place(files, descriptors, sources, dtype, advance, Event())
 
-        def work(tensor: RankTensor) -> None:
-            file = files[tensor.rank]
+        def work(one: Work) -> None:
             try:
-                overflow, seen = transfer(
-                    tensor, sources, descriptors[tensor.rank], file.offsets[tensor.name], dtype, advance, stop
-                )
+                one(place)
             except OSError as error:
-                raise _host_error(file.path, error) from error
-            # Several ranks may hold the same piece; it is counted once.
-            extents.update({replace(piece, at=0): extent for piece, extent in seen.items()})
-            if overflow is not None:
-                found.append(OverflowedTensor(tensor.rank, tensor.name, overflow.count, overflow.largest))
+                raise _host_error(Path(error.filename or destination), error) from error
 
-        _run(tensors, work, workers, stop)
+        _run(works, work, workers, place.stop)
         by_tensor: dict[str, list[Extent]] = {}
-        for piece, extent in extents.items():
+        for piece, extent in place.extents.items():
             by_tensor.setdefault(piece.source, []).append(extent)
         return (
-            tuple(sorted(found, key=lambda item: (item.rank, item.tensor))),
+            tuple(sorted(place.overflows, key=lambda item: (item.rank, item.tensor))),
             {name: Extent.joined(by_tensor[name]) for name in sorted(by_tensor)},
         )
     finally:

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-from lpxbuild.checkpoint.cast import NUMPY_TYPES
-from lpxbuild.checkpoint.layout import RankTensor
+from lpxbuild.checkpoint.cast import STORED_TYPES
+from lpxbuild.checkpoint.quantized_layout import StoredTensor
 
 
 def rank_file_name(rank: int) -> str:
@@ -27,15 +28,15 @@ class RankFile:
     size: int
 
     @classmethod
-    def of(cls, path: Path, tensors: Sequence[RankTensor], dtype: str) -> RankFile:
-        """Lay out `tensors` in their order, without holes; `dtype` (safetensors' name) is of those without one."""
+    def of(cls, path: Path, tensors: Sequence[StoredTensor]) -> RankFile:
+        """Lay out `tensors`: those with the largest elements first, else in their order, without holes."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offsets: dict[str, int] = {}
         position = 0
-        for tensor in tensors:
-            stored = tensor.dtype or dtype
-            end = position + tensor.size * NUMPY_TYPES[stored].itemsize
-            entries[tensor.name] = {"dtype": stored, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        # As safetensors' own writer does, so that every element lies aligned.
+        for tensor in sorted(tensors, key=lambda tensor: -STORED_TYPES[tensor.dtype].itemsize):
+            end = position + prod(tensor.shape) * STORED_TYPES[tensor.dtype].itemsize
+            entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
             offsets[tensor.name] = position
             position = end
         text = json.dumps(entries, separators=(",", ":")).encode()

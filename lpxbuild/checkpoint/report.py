@@ -36,6 +36,7 @@ class ConversionReport:
         ranks: the rank files.
         casts: source type → number of source tensors that were cast from it ({} = all copied).
         overflows: tensors that lost numbers in the cast.
+        kv_amax: attention module → largest keys and values of the calibration, where the KV cache is quantized.
         extents: source tensor → its largest finite magnitude, and how many of its numbers are NaN or infinite.
         workers: threads that worked.
         memory_needed: anonymous bytes planned for all workers.
@@ -48,6 +49,7 @@ class ConversionReport:
     ranks: tuple[RankStatistics, ...]
     casts: dict[str, int] = field(default_factory=dict)
     overflows: tuple[OverflowedTensor, ...] = ()
+    kv_amax: dict[str, tuple[float, float]] = field(default_factory=dict)
     extents: dict[str, Extent] = field(default_factory=dict)
     workers: int = 1
     memory_needed: int = 0

@@ -13,6 +13,7 @@ import pytest
 
 from lpxbuild.checkpoint import CheckpointReader, ConversionReport, convert, read
 from lpxbuild.output import Output
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import check
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def converted(tmp_path: Path, load_case: Callable[[str], Case]) -> Convert:
             source,
             tmp_path / "checkpoint",
             dtype=case.expected["recipe"]["dtype"],
-            quantization_format=case.expected["recipe"]["quantization"],
+            scheme=Scheme(case.expected["recipe"]["quantization"]),
             tensor_parallel=case.tensor_parallel,
             output=output,
         )

@@ -82,7 +82,6 @@ def reference_digest(tmp_path: Path) -> str:
         checked,
         folder,
         dtype="auto",
-        quantization_format="none",
         tensor_parallel=1,
         pipeline_parallel=1,
         output=Output.quiet(),

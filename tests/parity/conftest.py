@@ -15,6 +15,8 @@ import pytest
 from lpxbuild import checkpoint, source
 from lpxbuild.engine import compile_engine
 from lpxbuild.output import Output
+from lpxbuild.quantization.calibrated import Calibration
+from lpxbuild.quantization.scheme import Scheme
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "standins"))
 import served_modules  # noqa: F401
@@ -55,10 +57,12 @@ def compile_folder(tmp_path_factory: pytest.TempPathFactory) -> CompileFolder:
         pipeline: int = 1,
         *,
         dtype: str = "auto",
-        quantization: str = "none",
+        quantization: str | Scheme = "none",
+        calibration: Calibration | None = None,
         precision: str = "exact",
     ) -> Path:
-        key = (folder, tensor, pipeline, dtype, quantization, precision)
+        scheme = Scheme(quantization) if isinstance(quantization, str) else quantization
+        key = (folder, tensor, pipeline, dtype, repr(scheme), calibration, precision)
         if key not in made:
             output = Output.quiet()
             place = tmp_path_factory.mktemp("engine")
@@ -76,7 +80,7 @@ def compile_folder(tmp_path_factory: pytest.TempPathFactory) -> CompileFolder:
                 checked,
                 place / "checkpoint",
                 dtype=dtype,
-                quantization_format=quantization,
+                scheme=scheme,
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
                 output=output,

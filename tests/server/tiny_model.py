@@ -100,6 +100,7 @@ def build_engine(
     """Source folder → engine folder; format none, float32 and exact unless said."""
     from lpxbuild import checkpoint, engine, source
     from lpxbuild.output import Output
+    from lpxbuild.quantization.scheme import Scheme
 
     output = Output.quiet()
     checked = source.check(
@@ -111,7 +112,7 @@ def build_engine(
         checked,
         place / "checkpoint",
         dtype=dtype,
-        quantization_format=quantization,
+        scheme=Scheme(quantization),
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         output=output,

@@ -16,6 +16,7 @@ import pytest
 from lpxbuild.checkpoint import convert, read
 from lpxbuild.errors import RecipeError, SourceError
 from lpxbuild.output import Output
+from lpxbuild.quantization.scheme import Scheme
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_checkpoint import Tensors, checked, config_for, hf_tensors, read_safetensors, write_source
@@ -222,7 +223,7 @@ def test_weight_only_formats_keep_plain_weights(tmp_path: Path, name: str, algor
     config = config_for()
     tensors = hf_tensors(config)
     folder = tmp_path / "out"
-    convert(checked(write_source(tmp_path / "source", config, tensors)), folder, dtype="auto", quantization_format=name)
+    convert(checked(write_source(tmp_path / "source", config, tensors)), folder, dtype="auto", scheme=Scheme(name))
     assert json.loads((folder / "config.json").read_text())["quantization"] == {
         "quant_algo": algorithm,
         "kv_cache_quant_algo": None,
@@ -241,6 +242,7 @@ def test_what_the_layout_has_no_field_for(tmp_path: Path) -> None:
         "format_version": 2,
         "family": "mistral",
         "quantization_format": "none",
+        "scheme": {"format": "none", "kv_cache": "none", "group_size": 128, "exclude": [], "overrides": {}},
         "end_ids": [2],
         "pad_id": 2,
         "bos_id": 1,
@@ -257,11 +259,11 @@ class TestRefusals:
         config = config_for()
         return checked(write_source(tmp_path / "source", config, hf_tensors(config)))
 
-    def test_formats_and_caches_of_later_versions(self, source: Any, tmp_path: Path) -> None:
+    def test_formats_and_caches_without_a_calibration(self, source: Any, tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match="fp8"):
-            convert(source, tmp_path / "out", dtype="auto", quantization_format="fp8")
+            convert(source, tmp_path / "out", dtype="auto", scheme=Scheme("fp8"))
         with pytest.raises(RecipeError, match="kv_cache int8"):
-            convert(source, tmp_path / "out", dtype="auto", kv_cache="int8")
+            convert(source, tmp_path / "out", dtype="auto", scheme=Scheme(kv_cache="int8"))
         assert not (tmp_path / "out").exists()
 
     def test_splits_that_do_not_fit(self, source: Any, tmp_path: Path) -> None:
