@@ -17,8 +17,12 @@ DATA = Path(__file__).parent / "data"
 CASES = {path.name: json.loads((path / "case.json").read_text()) for path in sorted(DATA.iterdir())}
 
 
+NOW = {path.parent.name: json.loads(path.read_text()) for path in sorted(DATA.glob("*/now.json"))}
+"""Outcomes that a later version of lpx has in place of case.json's, for each layout of the checkpoint."""
+
+
 def named(*outcomes: str) -> list[str]:
-    return [name for name, case in CASES.items() if case["outcome"] in outcomes]
+    return [name for name, case in CASES.items() if case["outcome"] in outcomes and name not in NOW]
 
 
 def checked(case, output: Output | None = None, **options) -> Source:
