@@ -22,6 +22,7 @@ from lpxbuild.checkpoint.quantized_config import linear_formats, quant_cfg, quan
 from lpxbuild.checkpoint.quantized_layout import StoredTensor, check_storable, stored_tensors
 from lpxbuild.checkpoint.quantized_transfer import Place, attention_module
 from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
+from lpxbuild.checkpoint.reexpress import check_contents
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk, fitting_workers
 from lpxbuild.checkpoint.statistics import Extent
@@ -34,6 +35,7 @@ from lpxbuild.quantization import FORMATS
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import tokenizer_files
+from lpxbuild.source.quantized.arrays import mapped
 
 if TYPE_CHECKING:
     from lpxbuild.source import Source
@@ -86,6 +88,7 @@ def convert(
     dtype = shape.dtype if dtype == "auto" else dtype
     if source.quantization is not None:
         scheme = source.quantization.scheme
+        check_contents(source.quantization, mapped(source.tensors))
     else:
         _check_calibration(scheme, calibration)
     workers = workers if workers is not None else min(len(os.sched_getaffinity(0)), MOST_WORKERS)

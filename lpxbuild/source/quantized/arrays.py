@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from lpxbuild.errors import SourceError
+
 if TYPE_CHECKING:
     from lpxbuild.source.records import TensorEntry
 
@@ -42,6 +44,9 @@ def mapped(tensors: Mapping[str, TensorEntry]) -> Callable[[str], Array]:
     """A reader of the files' tensors: arrays over mapped pages, which the kernel may drop at any time.
 
     A mapping lives as long as the arrays over it.
+
+    Raises:
+        SourceError: the file is gone, or shorter than when it was checked; by the reader.
     """
 
     def read(name: str) -> Array:
@@ -50,8 +55,15 @@ def mapped(tensors: Mapping[str, TensorEntry]) -> Callable[[str], Array]:
         if entry.nbytes == 0:
             return np.empty(entry.shape, dtype)
         skip = entry.begin % mmap.ALLOCATIONGRANULARITY
-        with entry.file.open("rb") as file:
-            pages = mmap.mmap(file.fileno(), entry.nbytes + skip, prot=mmap.PROT_READ, offset=entry.begin - skip)
+        try:
+            with entry.file.open("rb") as file:
+                pages = mmap.mmap(file.fileno(), entry.nbytes + skip, prot=mmap.PROT_READ, offset=entry.begin - skip)
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter than that
+            raise SourceError(
+                f"tensor {name} of {entry.file} cannot be read: {error}",
+                why="the file changed after the source was checked, or the address space is limited (ulimit -v)",
+                next="restore the file, or raise the limit, and build again",
+            ) from error
         count = entry.nbytes // dtype.itemsize
         return np.frombuffer(pages, dtype, count=count, offset=skip).reshape(entry.shape)
 
