@@ -32,7 +32,7 @@ class Rotary:
     def is_local(self, layer: int) -> bool:
         """Whether the layer turns by `rotary_local_base` (Gemma 3's layers with a window)."""
         types = self._shape.layer_types
-        return self._shape.rotary_local_base is not None and types is not None and types[layer] == "sliding_attention"
+        return self._shape.rotary_local_base is not None and (types is None or types[layer] == "sliding_attention")
 
     def _table(self, local: bool) -> tuple[Any, Any]:
         from openvino import Type
