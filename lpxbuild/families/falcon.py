@@ -92,6 +92,7 @@ def _in_a_row(shape: ModelShape) -> bool:
 FAMILY = Family(
     name="falcon",
     architectures=("FalconForCausalLM",),
+    attention=("alibi",),
     keys={"intermediate_size": "ffn_hidden_size"},
     defaults={
         "max_position_embeddings": 2048,

@@ -55,6 +55,7 @@ class Family:
     Attributes:
         name: HF's `model_type`.
         architectures: HF architectures of this family; TensorRT-LLM knows them under the same names.
+        attention: features that a model of the family may need (`attention_features`), for the table of families.
         checked_against: what the tests compare it with, for the table of families.
         defaults: what transformers takes where config.json is silent, by the keys of config.json.
         keys: our name of a size → the family's key of it, where it is another ("hidden_size": "n_embd").
@@ -80,6 +81,7 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     defaults: Config
+    attention: tuple[str, ...] = ()
     checked_against: str = "transformers' logits"
     keys: Mapping[str, str] = field(default_factory=dict)
     activations: Mapping[str, str] = field(default_factory=lambda: SILU)

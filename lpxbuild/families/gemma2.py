@@ -53,6 +53,7 @@ def gemma2_fields(shape: ModelShape) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM",),
+    attention=("sliding_window", "mixed_layers", "soft_cap"),
     defaults={
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,

@@ -100,6 +100,7 @@ def _rebuild(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM",),
+    attention=("sliding_window", "mixed_layers", "two_rope_bases", "soft_cap"),
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,

@@ -9,6 +9,7 @@ from lpxbuild.families.window import one_window
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
+    attention=("sliding_window",),
     checked_against="oracle, transformers' logits",
     # transformers takes a window of 4096 where the key is absent; null switches it off.
     defaults={

@@ -87,6 +87,7 @@ def _further(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 FAMILY = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
+    attention=("sliding_window", "long_rope"),
     defaults={
         "max_position_embeddings": 4096,
         "rope_theta": 10000.0,

@@ -55,6 +55,7 @@ def biases_of_qwen(config: Mapping[str, Any], _shape: ModelShape) -> dict[str, A
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
+    attention=("sliding_window", "mixed_layers"),
     checked_against="oracle, transformers' logits",
     defaults={
         "max_position_embeddings": 32768,

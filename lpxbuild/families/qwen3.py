@@ -8,7 +8,7 @@ from lpxbuild.families.qwen2 import biases_of_qwen, qwen_fields, qwen_window
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    checked_against="oracle, transformers' logits",
+    attention=("sliding_window", "mixed_layers"),
     defaults={
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,

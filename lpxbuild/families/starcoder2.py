@@ -23,6 +23,7 @@ def _rebuild(config: Mapping[str, Any], _shape: ModelShape) -> dict[str, Any]:
 FAMILY = Family(
     name="starcoder2",
     architectures=("Starcoder2ForCausalLM",),
+    attention=("sliding_window",),
     defaults={
         "max_position_embeddings": 4096,
         "num_key_value_heads": 2,

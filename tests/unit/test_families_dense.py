@@ -15,7 +15,8 @@ from family_configs import VARIANTS, shape
 from lpxbuild.checkpoint.config import model_fields, shape_from_config
 from lpxbuild.checkpoint.layout import plan
 from lpxbuild.errors import SourceError
-from lpxbuild.families import attention_features, check_parallel, family_for
+from lpxbuild.families import attention_features, check_parallel, families, family_for
+from lpxbuild.families.table import markdown
 
 
 def fields(family: str, **changes: Any) -> dict[str, Any]:
@@ -323,3 +324,23 @@ class TestModelsOfImagesAndText:
         with pytest.raises(SourceError, match="FooForConditionalGeneration") as caught:
             family_for(config)
         assert "model_type foo" in caught.value.why
+
+
+class TestTable:
+    @pytest.mark.parametrize(("family", "changes"), VARIANTS)
+    def test_every_feature_of_a_model_is_named_by_its_family(self, family: str, changes: dict[str, Any]) -> None:
+        assert set(attention_features(shape(family, **changes))) <= set(families()[family].attention)
+
+    def test_a_row_says_splits_executors_and_comparisons(self) -> None:
+        executors = {"sliding_window": "paged", "mixed_layers": "paged", "soft_cap": "stateful"}
+        lines = markdown(executors, lambda family: f"formats of {family.name}").splitlines()
+        rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+        assert set(rows) == set(families())
+        assert rows["gpt2"] == (
+            "| `gpt2` | `GPT2LMHeadModel` | `n_head`, `n_inner`, `n_positions` | yes | plain: paged | formats of gpt2 "
+            "| oracle, transformers' logits |"
+        )
+        assert "`num_key_value_heads`" in rows["phi3"]
+        assert "`long_rope`: refused" in rows["phi3"]
+        assert "`soft_cap`: stateful" in rows["gemma2"]
+        assert "| no |" in rows["gemma2"]
