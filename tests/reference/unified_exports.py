@@ -1,6 +1,6 @@
 """Run by the reference interpreter: what ModelOpt's export_hf_checkpoint writes for tiny models.
 
-usage: unified_exports.py FOLDER [MODEL …]
+usage: unified_exports.py FOLDER [MODEL … | HUGGING-FACE-FOLDER:EXPORT,EXPORT …]
 → FOLDER/<model>.json          {config, exports: {format: {quantization_config, hf_quant_config, tensors}}}
                                tensors: {name: "DTYPE shape sha256"}, of formats only those that "none" has not alike
   FOLDER/<model>.safetensors   what the calibration found, "<format>/<ModelOpt's name of the buffer>", and of some
@@ -91,6 +91,8 @@ EXCLUDED = ({"quantizer_name": "*layers.0.mlp.down_proj*", "enable": False},)
 
 
 def made(name: str) -> torch.nn.Module:
+    if name not in MODELS:
+        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
     kind, arguments = MODELS[name]
     config = getattr(transformers, kind)(**arguments)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
@@ -207,11 +209,12 @@ def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     keep_exact_factors()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names or MODELS:
+    for argument in names or MODELS:
+        name, _, wanted = argument.partition(":")
         state: dict[str, torch.Tensor] = {}
         found: dict[str, Any] = {}
         extra = ("fp8-excluded", "nvfp4-excluded", "mixed") if name == "llama" else ()
-        for export in (*EXPORTS, *extra):
+        for export in wanted.split(",") if wanted else (*EXPORTS, *extra):
             try:
                 found[export] = exported(name, export, state)
                 if export != "none" and "none" in found:
@@ -223,8 +226,10 @@ def main(folder: Path, names: list[str]) -> None:
                 found[export] = {"error": f"{type(error).__name__}: {error}"}
                 print(name, export, found[export]["error"], file=sys.stderr)
         config = made(name).config.to_dict()
-        save_file(state, folder / f"{name}.safetensors")
-        (folder / f"{name}.json").write_text(json.dumps({"config": config, "exports": found}, indent=0) + "\n")
+        save_file(state, folder / f"{Path(name).name}.safetensors")
+        (folder / f"{Path(name).name}.json").write_text(
+            json.dumps({"config": config, "exports": found}, indent=0) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ def check_unified(modules: Modules, scheme: Scheme, *, backend: str | None = Non
             next="set quantization.kv_cache to fp8 or none, or backend to tensorrt or openvino",
         )
     names = tuple(module.name for module in modules.linears)
+    unused = scheme.unused((*names, *modules.plain))
+    if unused:
+        raise RecipeError(
+            f"pattern {unused[0]!r} of quantization.exclude or quantization.overrides fits no layer of the model",
+            why=f"layers have names like {names[0]} and {names[-1]}",
+            next="correct the pattern, or remove it",
+        )
     used = tuple(dict.fromkeys(scheme.format_of(name) for name in names))
     for name in used:
         if name != "none" and name not in ENCODINGS:

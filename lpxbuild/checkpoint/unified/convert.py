@@ -73,7 +73,8 @@ def convert_unified(
         dtype: float32, float16, bfloat16, or auto for the source's.
         scheme: formats of the linears, and of the KV cache.
         calibration: needed for formats with scales of the input or factors, and for an FP8 KV cache.
-        backend: who is to load it; decides whether a source that is quantized already goes through as it is.
+        backend: who is to load it; what it would misread is refused, and it decides whether a source that is quantized
+            already goes through as it is.
         workers: threads; None = one for each CPU of this process, at most 4. Fewer are used where memory is short.
         max_shard_bytes: tensors beyond this go to the next file.
 
@@ -94,7 +95,7 @@ def convert_unified(
     dtype = shape.dtype if dtype == "auto" else dtype
     kind = SAFETENSORS_NAMES[dtype]
     modules = model_modules(shape)
-    check_unified(modules, scheme)
+    check_unified(modules, scheme, backend=backend)
     formats = {module.name: scheme.format_of(module.name) for module in modules.linears}
     if already is None:
         _check_calibration(formats, scheme, calibration)
