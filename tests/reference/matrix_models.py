@@ -11,6 +11,7 @@ by module, from the definitions of the formats; nothing of lpx takes part.
 
 from __future__ import annotations
 
+import copy
 import sys
 import zlib
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ MODELS = {
     "falcon": lambda: FalconForCausalLM(FalconConfig(new_decoder_architecture=True, num_kv_heads=4, **FALCON)),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**GEMMA)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(query_pre_attn_scalar=32, **GEMMA)),
+    # Two layers of a pattern of six: both have the window.
     "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(query_pre_attn_scalar=32, **GEMMA)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(n_positions=64, n_embd=256, n_layer=LAYERS, n_head=8, n_inner=512, vocab_size=320, **IDS)
@@ -210,16 +212,18 @@ def main(folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.data.normal_(0, 0.06)
+            elif family.startswith("gemma"):
+                # Checkpoints hold one plus the weight in bfloat16: these have no digits to lose there.
+                parameter.data.copy_(torch.randint(-32, 32, parameter.shape) / 128)
             else:
                 parameter.data.add_(torch.randn_like(parameter) * 0.2)
             parameter.data.copy_(parameter.data.bfloat16())
         plain = {name: module.weight.data.clone() for name, _role, module in linears(model)}
-        model.bfloat16()
+        stored = copy.deepcopy(model).bfloat16()  # of the model itself that would round RoPE's frequencies too
         if family == "internlm2":
-            save_as_internlm2(model, folder / family)
+            save_as_internlm2(stored, folder / family)
         else:
-            model.save_pretrained(folder / family)
-        model.float()
+            stored.save_pretrained(folder / family)
         answers = {"ids": ids[0].numpy()}
         cells = [(name, 1) for name in FORMATS] + [(name, ranks) for name in WEIGHT_ONLY for ranks in (1, 2)]
         for format_, ranks in cells:
