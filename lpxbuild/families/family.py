@@ -199,6 +199,11 @@ class Family:
         return self._source("lm_head.weight")
 
     @property
+    def has_experts(self) -> bool:
+        """Whether layers of this family are mixtures of experts."""
+        return any(rule.experts for rule in self.weights)
+
+    @property
     def layer_prefix(self) -> str:
         """What HF names of tensors in layers begin with, up to the number."""
         return next(rule.parts[0].source for rule in self.weights if rule.place == "layer").split("{layer}")[0]

@@ -11,6 +11,7 @@ from lpxbuild.checkpoint.config import shape_from_config, trtllm_config
 from lpxbuild.checkpoint.layout import plan
 from lpxbuild.errors import SourceError
 from lpxbuild.families import ModelShape, check_parallel, families, family_for, tensor_parallel_sizes
+from lpxbuild.quantization.scheme import Scheme
 
 HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS, EXPERTS, INNER, SHARED, DENSE = 32, 4, 2, 8, 3, 4, 16, 24, 64
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": EXPERTS}
@@ -248,18 +249,15 @@ def test_types_and_linears(family: str) -> None:
 
 class TestTrtllmConfig:
     def config(self, model: ModelShape, tensor: int = 2) -> dict[str, Any]:
-        import inspect
-
-        arguments: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel": tensor, "pipeline_parallel": 1}
-        known = inspect.signature(trtllm_config).parameters
-        for name, value in (("quantization_format", "none"), ("kv_cache", "none")):
-            if name in known:
-                arguments[name] = value
-        if "scheme" in known:
-            from lpxbuild.quantization import Scheme
-
-            arguments["scheme"] = Scheme()
-        return trtllm_config(model, generation={"end_ids": [2]}, **arguments)
+        return trtllm_config(
+            model,
+            dtype="bfloat16",
+            scheme=Scheme(),
+            quantization={},
+            tensor_parallel=tensor,
+            pipeline_parallel=1,
+            generation={"end_ids": [2]},
+        )
 
     def test_mixtral(self) -> None:
         found = self.config(shape("mixtral"))
