@@ -86,7 +86,7 @@ class RandomRanks:
     def names(self, rank: int) -> frozenset[str]:
         return frozenset(self._tensors)
 
-    def format_of(self, name: str, rank: int) -> str:
+    def format_of(self, name: str) -> str:
         return "none"
 
     def weight_rows(self, name: str, rank: int, begin: int, end: int) -> Any:

@@ -81,6 +81,7 @@ def compile_folder(tmp_path_factory: pytest.TempPathFactory) -> CompileFolder:
                 place / "checkpoint",
                 dtype=dtype,
                 scheme=scheme,
+                calibration=calibration,
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
                 output=output,

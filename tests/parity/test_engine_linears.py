@@ -114,7 +114,7 @@ class Ranks:
     def names(self, rank: int) -> frozenset[str]:
         return frozenset(self.tensors[rank])
 
-    def format_of(self, name: str, rank: int) -> str:
+    def format_of(self, name: str) -> str:
         return self.form
 
     def weight_rows(self, name: str, rank: int, begin: int, end: int) -> Any:

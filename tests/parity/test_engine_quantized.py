@@ -1,7 +1,10 @@
-"""int8_wo, int4_wo and `fast` against float32 engines of the dequantized weights, dequantized here by the written rule.
+"""Every format against its dequantized weights.
 
+int8_wo, int4_wo and `fast`: float32 engines of the dequantized weights, dequantized here by the written rule.
 TensorRT-LLM: scale = max|w| / 2^(bits-1) per output row of what one rank holds, q = round half away from zero,
 clamped; the kernel multiplies with the scale rounded to the model's dtype (bfloat16 here).
+The other formats: against an engine of the float32 rows that the checkpoint's reader computes from what is stored
+(test_engine_linears.py has every form's arithmetic by the layout's description).
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+
+from lpxbuild.quantization.calibrated import Calibration
+from lpxbuild.quantization.scheme import Scheme
 
 # Over 20 s because the reference environment imports torch once per session; the tests take about a second each.
 pytestmark = pytest.mark.slow
@@ -48,9 +55,15 @@ def dequantized_folder(source: Path, target: Path, rule: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 8])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("name", "bits", "tensor"),
+    [
+        pytest.param(name, bits, tensor, marks=() if name == "llama" or tensor == 2 else pytest.mark.full)
+        for name in ("llama", "qwen2")
+        for bits in (8, 4)
+        for tensor in (1, 2, 8)
+    ],
+)
 def test_weight_only_equals_float32_of_the_dequantized_weights(
     name: str, bits: int, tensor: int, tiny_models: Path, compile_folder, stateful_logits, paged, tmp_path: Path
 ) -> None:
@@ -120,3 +133,83 @@ def test_fast_is_int8_per_channel(tiny_models: Path, compile_folder, stateful_lo
         (copy / file).write_bytes((fast / file).read_bytes())
     (copy / "engine.json").write_text(json.dumps(engine))
     assert np.abs(stateful_logits(copy, ids) - stateful_logits(plain, ids)).max() < 1e-5
+
+
+def calibration_of(folder: Path) -> Calibration:
+    """Any numbers: one amax for each input, and factors of the input that layers with the same input share."""
+    random = np.random.default_rng(4)
+    tensors: dict[str, Any] = {}
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    shared: dict[str, Any] = {}
+    for name, shape in sorted(shapes.items()):
+        module = name.removesuffix(".weight")
+        if len(shape) != 2 or "layers" not in module:
+            continue
+        inputs = module.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
+        shared.setdefault(inputs, random.uniform(0.5, 2.0, shape[1]).astype(np.float32))
+        tensors[f"{module}.input_quantizer._amax"] = np.array(3.0, np.float32)
+        tensors[f"{module}.input_quantizer._pre_quant_scale"] = shared[inputs]
+    return Calibration(tensors)
+
+
+class Dequantized:
+    """A checkpoint of which the engine takes float32 rows."""
+
+    def __init__(self, reader: Any) -> None:
+        self.config, self.shape = reader.config, reader.shape
+        self.tensor, self.names, self.weight_rows = reader.tensor, reader.names, reader.weight_rows
+
+    def format_of(self, name: str) -> str:
+        return "dequantized"
+
+
+FORMATS = ["int4_rtn", "int4_awq", "w4a8_awq", "int8_sq", "fp8", "fp8_pc_pt", "nvfp4"]
+MODELS = [("llama", name) for name in FORMATS] + [("mixtral", "fp8"), ("mixtral", "int4_awq"), ("phi3", "nvfp4")]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(("model", "name"), MODELS)
+def test_stored_formats_equal_their_dequantized_rows(
+    model: str, name: str, tensor: int, tiny_models: Path, compile_folder, stateful_logits, tmp_path: Path
+) -> None:
+    """At two ranks the joined weights are those of one: scales are found before the split."""
+    import openvino as ov
+
+    from lpxbuild import checkpoint
+    from lpxbuild.engine.openvino.graph import DecoderGraph
+    from lpxbuild.engine.openvino.weights import MergedWeights
+
+    folder = tiny_models / model
+    scheme = Scheme(name, group_size=64)
+    arguments = {
+        "dtype": "bfloat16",
+        "quantization": scheme,
+        "calibration": CALIBRATIONS.setdefault(model, calibration_of(folder)),
+    }
+    engine = compile_folder(folder, tensor, 1, **arguments)
+    ids = np.load(folder / "reference.npz")["ids"]
+    found = stateful_logits(engine, ids.tolist())
+    graph = DecoderGraph(MergedWeights(Dequantized(checkpoint.read(engine.parent / "checkpoint")), tmp_path))
+    request = ov.Core().compile_model(graph.model(), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+    places = np.arange(len(ids))[None]
+    request.infer(
+        {
+            "input_ids": ids[None],
+            "attention_mask": 0 * places + 1,
+            "position_ids": places,
+            "beam_idx": np.zeros(1, "i4"),
+        }
+    )
+    assert np.abs(found - request.get_tensor("logits").data[0]).max() < 2e-5
+    plain = stateful_logits(compile_folder(folder, dtype="bfloat16"), ids.tolist())
+    assert np.abs(found - plain).max() > 1e-3, "it is quantized"
+    described = json.loads((engine / "engine.json").read_text())
+    assert list(described["weights"]) == [name]
+    assert described["activations"] == described["kv_cache"] == "float32"
+    if tensor == 2:
+        one = stateful_logits(compile_folder(folder, 1, 1, **arguments), ids.tolist())
+        assert np.abs(found - one).max() < 2e-5
+
+
+CALIBRATIONS: dict[str, Calibration] = {}

@@ -58,7 +58,7 @@ def compile_engine(
     _notice_kv_cache(config, output)
 
     output.step("engine: building the OpenVINO graph")
-    graph = DecoderGraph(MergedWeights(_formats(reader), destination), int8=runtime.precision == "fast")
+    graph = DecoderGraph(MergedWeights(reader, destination), int8=runtime.precision == "fast")
     model = graph.model()
     _save(model, destination / "openvino_model.xml")
     forms = graph.forms
@@ -112,13 +112,6 @@ def compile_engine(
         attention_features=features,
         weights=forms,
     )
-
-
-def _formats(reader: Any) -> Any:
-    if not hasattr(reader, "format_of"):
-        name = reader.config["lpx"]["quantization_format"]
-        reader.format_of = lambda _tensor, _rank: name
-    return reader
 
 
 def _scheduler(executor: str, shape: ModelShape, blocks: int, limits: Limits, runtime: Runtime) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Linears:
         """hidden · weightᵀ + bias."""
         from openvino import opset13 as op
 
-        name = self._weights.ranks.format_of(matrix.weight, matrix.blocks[0].rank)
+        name = self._weights.ranks.format_of(matrix.weight)
         if name == "none" and self._int8:
             form, node = "int8 per channel", self._constants.int8_per_channel(self._joined(matrix))
         else:
@@ -230,6 +230,7 @@ def pack_nibbles(values: Array) -> Array:
 
 _Form = tuple[str, Callable[[Linears, Matrix], Any]]
 _INT4_GROUPS: _Form = ("int4, a scale per group", Linears.int4_groups)
+_FP4: _Form = ("float4 e2m1, a scale per 16", Linears.fp4_groups)
 _FORMS: dict[str, _Form] = {
     "none": ("as in the checkpoint", Linears.exact),
     "int8_wo": ("int8, a scale per row and rank", lambda linears, matrix: linears.weight_only(matrix, 8)),
@@ -240,7 +241,8 @@ _FORMS: dict[str, _Form] = {
     "int8_sq": ("int8, a scale per row", Linears.int8_rows),
     "fp8": ("float8 e4m3, a scale per tensor", Linears.fp8_tensor),
     "fp8_pc_pt": ("float8 e4m3, a scale per row", Linears.fp8_rows),
-    "nvfp4": ("float4 e2m1, a scale per 16", Linears.fp4_groups),
+    "nvfp4": _FP4,
+    "w4a16_nvfp4": _FP4,
 }
 _DEQUANTIZED: _Form = ("float32, dequantized", Linears.dequantized)
 _PREQUANT = frozenset({"int4_rtn", "int4_awq", "w4a8_awq", "int8_sq"})
