@@ -103,6 +103,16 @@ def formats() -> str:
     )
 
 
+def families() -> str:
+    from lpxbuild.engine import BACKENDS
+    from lpxbuild.families.table import markdown
+
+    return markdown(
+        BACKENDS["openvino"].attention,
+        lambda family: "all but `int8_sq`, `fp8_pc_pt`" if family.has_experts else "all",
+    )
+
+
 def request_inputs() -> str:
     from lpxbuild.repository import request_inputs_table
 
@@ -120,6 +130,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/recipe-reference.md": recipe_reference,
     "docs/cli-reference.md": cli_reference,
     "docs/exit-codes.md": exit_codes,
+    "docs/families.md": families,
     "docs/formats.md": formats,
     "docs/request-inputs.md": request_inputs,
 }
