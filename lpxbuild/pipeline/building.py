@@ -230,7 +230,7 @@ class _Build:
         from lpxbuild.quantization.scheme import Scheme
 
         if self.recipe.checkpoint_layout == "tensorrt_llm":
-            check_shapes(source.shape, Scheme.of(self.recipe.quantization).format, self.recipe.parallel.tensor)
+            check_shapes(source.shape, Scheme.of(self.recipe.quantization), self.recipe.parallel.tensor)
         if self._has("engine"):
             from lpxbuild.engine import check_features, check_positions
             from lpxbuild.families import attention_features

@@ -60,7 +60,7 @@ def check_recipe(recipe: Recipe, stages: tuple[str, ...]) -> None:
         )
     if "checkpoint" in stages:
         format_for(recipe.quantization.format, backend=backend)
-        check_kv_cache(recipe.quantization.kv_cache)
+        check_kv_cache(recipe.quantization.kv_cache, backend=backend)
 
 
 def check_packages(recipe: Recipe, stages: tuple[str, ...], *, gguf: bool) -> None:

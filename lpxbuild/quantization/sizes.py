@@ -1,57 +1,171 @@
-"""Sizes that the quantized kernels of TensorRT-LLM can take, checked before any weight is read."""
+"""Sizes and models that the quantized kernels of TensorRT-LLM can take, checked before any weight is read."""
 
 from __future__ import annotations
 
-from lpxbuild.errors import SourceError
-from lpxbuild.families import ModelShape, tensor_parallel_sizes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lpxbuild.errors import RecipeError, SourceError
+from lpxbuild.families import ModelShape, family_named, tensor_parallel_sizes
+from lpxbuild.families.weights import WeightRule, dimensions, expert_numbers
 from lpxbuild.quantization.formats import FORMATS
+from lpxbuild.quantization.scheme import Scheme
 
+GROUP_SIZES = (64, 128)
 WEIGHT_ONLY_MULTIPLE = 64
+W4A8_GROUP = 128
+NVFP4_BLOCK = 16
+INT4_GROUPS = ("int4_rtn", "int4_awq", "w4a8_awq")
+
+KEYS = {
+    "hidden": "hidden_size",
+    "query": "num_attention_heads × head_dim",
+    "intermediate": "intermediate_size",
+    "expert_intermediate": "moe_intermediate_size",
+    "shared_intermediate": "shared_expert_intermediate_size",
+}
+QKV = "(num_attention_heads + 2 × num_key_value_heads) × head_dim"
+
+NOT_FOR_EXPERTS = {
+    "int8_sq": "neither ModelOpt nor TensorRT-LLM has SmoothQuant for experts",
+    "fp8_pc_pt": "TensorRT-LLM's FP8_PER_CHANNEL_PER_TOKEN replaces attention and dense MLP blocks only",
+    "w4a8_awq": "TensorRT-LLM's loader divides each expert's scales by one number of shape (1), not by one per expert",
+    "nvfp4": "TensorRT-LLM's loader takes NVFP4 weights of two dimensions only",
+}
 
 
-def _kernel_sizes(shape: ModelShape, tensor: int) -> dict[str, int]:
-    """Feature counts of the quantized linears over all ranks, copies of KV heads included, by their config keys."""
-    key_value_heads = max(shape.num_key_value_heads, tensor)
-    return {
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads × head_dim": shape.num_attention_heads * shape.head_size,
-        "(num_attention_heads + 2 × num_key_value_heads) × head_dim": (
-            (shape.num_attention_heads + 2 * key_value_heads) * shape.head_size
-        ),
-        "intermediate_size": shape.intermediate_size,
-    }
+@dataclass(frozen=True)
+class _Size:
+    """A feature count over all ranks, copies of KV heads included.
+
+    Attributes:
+        input: it counts the input features of a linear, which scales are shared along.
+        shared_out: it is shared out over the ranks.
+    """
+
+    key: str
+    value: int
+    input: bool
+    shared_out: bool
 
 
-def _misfit(shape: ModelShape, tensor: int) -> tuple[str, int] | None:
-    for key, value in _kernel_sizes(shape, tensor).items():
-        if value % (WEIGHT_ONLY_MULTIPLE * tensor):
-            return key, value
+def _sizes(rule: WeightRule, shape: ModelShape, tensor: int) -> list[_Size]:
+    """Input and output of a linear."""
+    named = dimensions(shape)
+    out, into = rule.parts[0].dims
+    sizes = [_Size(KEYS[into], named[into], True, rule.split == "row")]
+    if rule.split == "qkv":
+        copies = max(shape.num_key_value_heads, tensor)
+        sizes.append(_Size(QKV, (shape.num_attention_heads + 2 * copies) * shape.head_size, False, True))
+    else:
+        sizes.append(_Size(KEYS[out], named[out], False, rule.split == "column"))
+    return sizes
+
+
+def _linears(shape: ModelShape, scheme: Scheme) -> Iterator[tuple[WeightRule, str, str]]:
+    """(rule, HF module, format) of every linear with another format than its like in the layers before."""
+    for rule in family_named(shape.family).rules(shape):
+        if not rule.linear or rule.place != "layer":
+            continue
+        seen = set()
+        for layer in range(shape.num_hidden_layers):
+            if not rule.in_layer(shape, layer):
+                continue
+            for expert in expert_numbers(rule, shape):
+                module = rule.parts[0].source.format(layer=layer, expert=expert).removesuffix(".weight")
+                name = scheme.format_of(module)
+                if name not in seen:
+                    seen.add(name)
+                    yield rule, module, name
+
+
+def _multiple(size: _Size, name: str, group: int, tensor: int) -> int:
+    """What the size has to be a multiple of; 1 = no rule."""
+    if name in ("int8_wo", "int4_wo"):
+        return WEIGHT_ONLY_MULTIPLE * tensor
+    if name in INT4_GROUPS:
+        return max(W4A8_GROUP if name == "w4a8_awq" else WEIGHT_ONLY_MULTIPLE, group) * tensor
+    if "nvfp4" in name and size.input:
+        return NVFP4_BLOCK * (tensor if size.shared_out else 1)
+    return 1
+
+
+def _misfit(shape: ModelShape, scheme: Scheme, tensor: int) -> tuple[_Size, str, int] | None:
+    for rule, _, name in _linears(shape, scheme):
+        for size in _sizes(rule, shape, tensor):
+            multiple = _multiple(size, name, scheme.group_size, tensor)
+            if size.value % multiple:
+                return size, name, multiple
     return None
 
 
-def check_shapes(shape: ModelShape, quantization_format: str, tensor_parallel: int) -> None:
-    """Refuse sizes that the kernels of a weight-only format cannot take.
+def check_shapes(shape: ModelShape, scheme: Scheme, tensor_parallel: int) -> None:
+    """Refuse what the kernels of a format cannot take.
 
-    TensorRT-LLM's weight-only linears round in and out features up to multiples of 64 × ranks, but its builder does
-    not pad the tensors, so other sizes end in a shape error on the GPU host. `openvino` refuses the same, because a
-    rehearsal must not pass what the GPU host would fail.
+    TensorRT-LLM's weight-only linears round in and out features up to multiples of 64 (or of a group) × ranks, but its
+    builder does not pad the tensors, so other sizes end in a shape error on the GPU host. `openvino` refuses the same,
+    because a rehearsal must not pass what the GPU host would fail.
 
     Raises:
         SourceError: names the size, its value, the ranks, and what would work.
+        RecipeError: a group size that the format does not have, or a format that the kind of model does not have.
     """
-    row = FORMATS[quantization_format]
-    if row.quant_algo not in ("W8A16", "W4A16"):
-        return
-    misfit = _misfit(shape, tensor_parallel)
+    _check_kinds(shape, scheme)
+    misfit = _misfit(shape, scheme, tensor_parallel)
     if misfit is None:
         return
-    key, value = misfit
-    working = [size for size in tensor_parallel_sizes(shape) if _misfit(shape, size) is None]
+    size, name, multiple = misfit
+    grouped = f" and group_size {scheme.group_size}" if name in INT4_GROUPS else ""
     raise SourceError(
-        f"{key} {value} does not fit {quantization_format} with tensor parallel {tensor_parallel} (tp_size)",
-        why=f"the {row.quant_algo} kernels need a multiple of {WEIGHT_ONLY_MULTIPLE} × {tensor_parallel} = "
-        f"{WEIGHT_ONLY_MULTIPLE * tensor_parallel}",
-        next=f"set parallel.tensor to one of: {', '.join(map(str, working))}, or quantization.format to none"
-        if working
-        else "set quantization.format to none: no tensor parallel size of this model fits",
+        f"{size.key} {size.value} does not fit {name} with tensor parallel {tensor_parallel} (tp_size){grouped}",
+        why=f"the {FORMATS[name].quant_algo} kernels need a multiple of "
+        + (f"{multiple // tensor_parallel} × {tensor_parallel} = {multiple}" if multiple != NVFP4_BLOCK else "16"),
+        next=_next(shape, scheme, name, tensor_parallel),
     )
+
+
+def _check_kinds(shape: ModelShape, scheme: Scheme) -> None:
+    for rule, module, name in _linears(shape, scheme):
+        if name == "w4a8_awq" and scheme.group_size != W4A8_GROUP:
+            raise RecipeError(
+                f"quantization.group_size {scheme.group_size} does not fit w4a8_awq",
+                why=f"the W4A8_AWQ kernels have groups of {W4A8_GROUP} only",
+                next=f"set quantization.group_size to {W4A8_GROUP}, or quantization.format to int4_awq",
+            )
+        if rule.experts and name in NOT_FOR_EXPERTS:
+            raise RecipeError(
+                f"quantization.format {name} does not fit {shape.family}: {module} is an expert",
+                why=NOT_FOR_EXPERTS[name],
+                next="set quantization.format to one of: "
+                + ", ".join(
+                    one for one, row in FORMATS.items() if "tensorrt" in row.backends and one not in NOT_FOR_EXPERTS
+                ),
+            )
+        if name == "fp8_pc_pt" and shape.norm != "rms":
+            raise RecipeError(
+                f"quantization.format fp8_pc_pt does not fit {shape.family}, whose norms are LayerNorm",
+                why="TensorRT-LLM's FP8_PER_CHANNEL_PER_TOKEN quantizes the inputs inside RMSNorm",
+                next="set quantization.format to fp8",
+            )
+
+
+def _next(shape: ModelShape, scheme: Scheme, name: str, tensor: int) -> str:
+    ways = []
+    ranks = _working(shape, scheme, tensor_parallel_sizes(shape))
+    if ranks:
+        ways.append(f"set parallel.tensor to one of: {', '.join(map(str, ranks))}")
+    if name in ("int4_rtn", "int4_awq"):
+        groups = [
+            group
+            for group in GROUP_SIZES
+            if group != scheme.group_size and _misfit(shape, replace(scheme, group_size=group), tensor) is None
+        ]
+        if groups:
+            ways.append(f"set quantization.group_size to {' or '.join(map(str, groups))}")
+    if not ways:
+        return "set quantization.format to none: no tensor parallel size of this model fits"
+    return ", or ".join([*ways, "quantization.format to none"])
+
+
+def _working(shape: ModelShape, scheme: Scheme, sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if _misfit(shape, scheme, size) is None]

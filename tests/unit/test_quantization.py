@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from lpxbuild.errors import RecipeError, SourceError
+from lpxbuild.errors import LpxError, RecipeError, SourceError
 from lpxbuild.families import ModelShape, family_for
 from lpxbuild.quantization import FORMATS, check_kv_cache, check_shapes, format_for, markdown_table
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.quantization.weight_only import quantize
 from lpxbuild.recipe import schema
 
@@ -54,17 +56,23 @@ class TestFormats:
             "w4a16_nvfp4": "W4A16_NVFP4",
         }
 
-    def test_what_can_be_built(self) -> None:
-        assert [name for name, row in FORMATS.items() if row.executable] == ["none", "int8_wo", "int4_wo"]
-        assert format_for("int8_wo", backend="openvino").quant_algo == "W8A16"
-
     @pytest.mark.parametrize(
         ("name", "backend", "what", "usable"),
         [
-            ("int3", None, "'int3' is not known", "none, int8_wo, int4_wo"),
-            ("fp8", None, "cannot be built by this version", "none, int8_wo, int4_wo"),
-            ("fp8", "openvino", "cannot be executed by backend openvino", "none, int8_wo, int4_wo"),
-            ("int8_wo", "vllm", "cannot be executed by backend vllm", "none"),
+            ("int3", None, "'int3' is not known", ", ".join(FORMATS)),
+            (
+                "w4a16_nvfp4",
+                "tensorrt",
+                "cannot be executed by backend tensorrt",
+                "none, int8_wo, int4_wo, int4_rtn, int4_awq, w4a8_awq, int8_sq, fp8, fp8_pc_pt, nvfp4",
+            ),
+            ("int8_wo", "vllm", "cannot be executed by backend vllm", "none, fp8, fp8_pc_pt, nvfp4, w4a16_nvfp4"),
+            (
+                "int8_sq",
+                "pytorch",
+                "cannot be executed by backend pytorch",
+                "none, int4_awq, w4a8_awq, fp8, fp8_pc_pt, nvfp4",
+            ),
         ],
     )
     def test_refusals_name_what_can_be_used(self, name: str, backend: str | None, what: str, usable: str) -> None:
@@ -73,11 +81,18 @@ class TestFormats:
         assert what in caught.value.what
         assert caught.value.next.endswith(f": {usable}")
 
-    def test_kv_cache_without_calibration_is_refused(self) -> None:
-        check_kv_cache("none")
-        for name in ("int8", "fp8"):
-            with pytest.raises(RecipeError, match="calibration"):
-                check_kv_cache(name)
+    def test_the_embedded_engine_executes_every_format(self) -> None:
+        assert all(format_for(name, backend="openvino") for name in FORMATS)
+
+    def test_kv_caches(self) -> None:
+        """A unified checkpoint has no scales for INT8 (ModelOpt: "Invalid KV cache quantization format")."""
+        for name, backend in (("none", "vllm"), ("fp8", "pytorch"), ("int8", "tensorrt"), ("int8", None)):
+            check_kv_cache(name, backend=backend)
+        for backend in ("pytorch", "vllm"):
+            with pytest.raises(RecipeError, match="kv_cache int8"):
+                check_kv_cache("int8", backend=backend)
+        with pytest.raises(RecipeError, match="'int4' is not known"):
+            check_kv_cache("int4")
 
     def test_table_has_a_row_for_each(self) -> None:
         lines = markdown_table().splitlines()
@@ -90,16 +105,16 @@ class TestSizes:
     @pytest.mark.parametrize("name", ["int8_wo", "int4_wo"])
     def test_smollm2_fits(self, name: str, tensor_parallel: int) -> None:
         """576 = 9·64, (9 + 2·3)·64 = 960 and 1536 are multiples of 64·3 = 192."""
-        check_shapes(shape(), name, tensor_parallel)
+        check_shapes(shape(), Scheme(name), tensor_parallel)
 
     def test_none_has_no_rule(self) -> None:
-        check_shapes(shape(hidden_size=66, num_attention_heads=1, num_key_value_heads=1, head_dim=66), "none", 1)
+        check_shapes(shape(hidden_size=66, num_attention_heads=1, num_key_value_heads=1, head_dim=66), Scheme(), 1)
 
     def test_refusal_names_size_value_ranks_and_what_works(self) -> None:
         """192 = 3·64 allows one rank; 128 = 2·64 would be needed for two."""
         small = shape(hidden_size=256, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2)
         with pytest.raises(SourceError) as caught:
-            check_shapes(small, "int8_wo", 2)
+            check_shapes(small, Scheme("int8_wo"), 2)
         assert "intermediate_size 192" in caught.value.what
         assert "tensor parallel 2" in caught.value.what
         assert "128" in caught.value.why
@@ -108,18 +123,119 @@ class TestSizes:
     def test_nothing_works(self) -> None:
         odd = shape(hidden_size=100, num_attention_heads=4, num_key_value_heads=4, head_dim=25 * 2)
         with pytest.raises(SourceError, match="hidden_size 100") as caught:
-            check_shapes(odd, "int4_wo", 1)
+            check_shapes(odd, Scheme("int4_wo"), 1)
         assert caught.value.next == "set quantization.format to none: no tensor parallel size of this model fits"
 
     def test_copies_of_kv_heads_count(self) -> None:
         """4 query heads and 2 KV heads of 48 on 4 ranks: rows (4 + 2·4)·48 = 576 are no multiple of 256."""
         few = shape(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-        check_shapes(few, "int8_wo", 1)
-        check_shapes(few, "int8_wo", 4)  # (4 + 2·4)·64 = 768
+        check_shapes(few, Scheme("int8_wo"), 1)
+        check_shapes(few, Scheme("int8_wo"), 4)  # (4 + 2·4)·64 = 768
         with pytest.raises(SourceError, match="num_attention_heads"):
             check_shapes(
-                shape(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=48), "int8_wo", 4
+                shape(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=48), Scheme("int8_wo"), 4
             )
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 128,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "vocab_size": 512,
+}
+
+
+def refusal(model: ModelShape, scheme: Scheme, tensor_parallel: int = 1) -> LpxError:
+    with pytest.raises((RecipeError, SourceError)) as caught:
+        check_shapes(model, scheme, tensor_parallel)
+    return caught.value
+
+
+class TestSizesOfEveryFormat:
+    """One model that does not fit for each rule; each says what would work."""
+
+    def test_groups_of_int4(self) -> None:
+        """192 = 3·64: no multiple of 128, one of 64."""
+        model = shape(hidden_size=128, intermediate_size=192, num_attention_heads=2, num_key_value_heads=2)
+        error = refusal(model, Scheme("int4_awq", group_size=128))
+        assert (
+            error.what
+            == "intermediate_size 192 does not fit int4_awq with tensor parallel 1 (tp_size) and group_size 128"
+        )
+        assert "128" in (error.why or "")
+        assert error.next == "set quantization.group_size to 64, or quantization.format to none"
+        check_shapes(model, Scheme("int4_awq", group_size=64), 1)
+        check_shapes(model, Scheme("int4_rtn", group_size=64), 1)
+
+    def test_groups_over_ranks(self) -> None:
+        """hidden_size 128 in groups of 64 is two groups: enough for 2 ranks, not for 4."""
+        model = shape(hidden_size=128, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
+        check_shapes(model, Scheme("int4_rtn", group_size=64), 2)
+        error = refusal(model, Scheme("int4_rtn", group_size=64), 4)
+        assert "hidden_size 128" in error.what
+        assert "64 × 4 = 256" in (error.why or "")
+        assert "set parallel.tensor to one of: 1, 2" in (error.next or "")
+
+    def test_w4a8_has_groups_of_128_only(self) -> None:
+        error = refusal(shape(), Scheme("w4a8_awq", group_size=64))
+        assert "group_size 64" in error.what
+        assert "128" in (error.next or "")
+
+    def test_smollm2_cannot_have_w4a8(self) -> None:
+        """576 is no multiple of 128, and no other size helps."""
+        error = refusal(shape(), Scheme("w4a8_awq", group_size=128))
+        assert "hidden_size 576" in error.what
+        assert error.next == "set quantization.format to none: no tensor parallel size of this model fits"
+
+    def test_blocks_of_nvfp4_in_each_rank(self) -> None:
+        """Input of mlp.proj: 96 is 16 on each of 6 ranks; 80 is 40 on each of two, no multiple of 16."""
+        model = shape(hidden_size=96, intermediate_size=96, num_attention_heads=6, num_key_value_heads=6, head_dim=16)
+        check_shapes(model, Scheme("nvfp4"), 1)
+        check_shapes(model, Scheme("nvfp4"), 3)
+        check_shapes(model, Scheme("nvfp4"), 6)
+        error = refusal(replace(model, intermediate_size=80), Scheme("nvfp4"), 2)
+        assert "intermediate_size 80" in error.what
+        assert "32" in (error.why or "")
+        assert "parallel.tensor to one of: 1" in (error.next or "")
+
+    @pytest.mark.parametrize("name", ["fp8", "int8_sq"])
+    def test_no_rule(self, name: str) -> None:
+        check_shapes(shape(hidden_size=66, num_attention_heads=1, num_key_value_heads=1, head_dim=66), Scheme(name), 1)
+
+    @pytest.mark.parametrize("name", ["int8_sq", "fp8_pc_pt", "w4a8_awq", "nvfp4"])
+    def test_formats_without_experts(self, name: str) -> None:
+        model = family_for(MIXTRAL).model_shape(MIXTRAL)
+        error = refusal(model, Scheme(name))
+        assert "is an expert" in error.what
+        assert error.next == "set quantization.format to one of: none, int8_wo, int4_wo, int4_rtn, int4_awq, fp8"
+        # Attention alone can have it; experts are refused by the writer's rules for mixtures where they differ.
+        check_shapes(model, Scheme(overrides={"*self_attn*": name}), 1)
+
+    def test_row_wise_fp8_needs_rms_norm(self) -> None:
+        error = refusal(family_for(GPT2).model_shape(GPT2), Scheme("fp8_pc_pt"))
+        assert "LayerNorm" in error.what
+        assert error.next == "set quantization.format to fp8"
+
+    def test_layers_that_stay_plain_have_no_rule(self) -> None:
+        model = shape(hidden_size=128, intermediate_size=192, num_attention_heads=2, num_key_value_heads=2)
+        check_shapes(model, Scheme("int4_awq", group_size=128, exclude=("*mlp*",)), 1)
+        error = refusal(model, Scheme("none", overrides={"*down_proj": "int4_rtn"}))
+        assert "intermediate_size 192 does not fit int4_rtn" in error.what
 
 
 class TestWeightOnly:
