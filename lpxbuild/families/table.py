@@ -74,6 +74,7 @@ def markdown_table(executors: Mapping[str, str], formats: Callable[[Family], str
 
 def _divides(family: Family) -> str:
     names = ["num_attention_heads", *([] if family.copies_kv_heads else ["num_key_value_heads"]), "intermediate_size"]
+    names += [key for key in ("moe_intermediate_size", "shared_expert_intermediate_size") if key in family.defaults]
     return ", ".join(f"`{family.keys.get(name, name)}`" for name in (*names, *family.whole))
 
 
