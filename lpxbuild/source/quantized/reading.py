@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ def read_quantization(
     found = _method_of(settings)(settings, modules_of(family, shape), tensors)
     if not found.linears:
         raise refusal(settings, "but no linear layer of the model is", why="the settings belong to other weights")
+    without = [
+        name for name, pair in found.key_value_scales.items() if tensors and not all(scale in tensors for scale in pair)
+    ]
+    if without:
+        notice = f"the source has an FP8 KV cache, but no scales of it for {without[0]}: 1.0 is taken, as engines do"
+        return replace(found, notices=(*found.notices, notice))
     return found
 
 
