@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from lpxbuild import checkpoint, source
-from lpxbuild.families import families
+from lpxbuild.errors import LpxError, SourceError
+from lpxbuild.families import ModelShape, check_parallel, families, family_for
 from lpxbuild.output import Output
 from lpxbuild.quantization import FORMATS, check_shapes
 from lpxbuild.quantization.calibrated import Calibration
@@ -45,8 +46,8 @@ FAMILIES = (
 TENSORRT_LLM = tuple(name for name, row in FORMATS.items() if "tensorrt" in row.backends)
 SPLITS = tuple(product((1, 2), (1, 2)))
 NO_PIPELINE = ("gemma", "gemma2", "gemma3_text", "phi3")  # of TensorRT-LLM's own converters and classes
-# TensorRT-LLM's plugin for mixtures knows weight-only, FP8, int4 groups and NVFP4.
-EXPERTS, NOT_FOR_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("int8_sq", "fp8_pc_pt")
+# check_shapes refuses these for mixtures, each with what TensorRT-LLM's loader does with it.
+EXPERTS, NOT_FOR_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("int8_sq", "fp8_pc_pt", "w4a8_awq", "nvfp4")
 
 Cell = tuple[str, str, int, int]
 
@@ -56,26 +57,18 @@ def misfit(family: str, format_: str, pipeline: int) -> bool:
 
 
 def pairs() -> list[Cell]:
-    """Every format and every family with every split at least once, in as few cells as that takes: the formats go
-    round the families in an order that a seed shuffles."""
+    """Every family and every format with every split at least once; a seed says which of them meet."""
     shuffled = random.Random(20261201)
     cells: list[Cell] = []
     for tensor, pipeline in SPLITS:
-        formats = list(TENSORRT_LLM)
-        names = [name for name in FAMILIES if pipeline == 1 or name not in NO_PIPELINE]
-        shuffled.shuffle(names)
-        left = list(names)
-        while left or formats:
-            family = left[0] if left else shuffled.choice(names)
-            fitting = [name for name in formats or TENSORRT_LLM if not misfit(family, name, pipeline)]
-            if not fitting:
-                left.append(left.pop(0))
-                formats = formats if any(not misfit(f, name, pipeline) for f in left for name in formats) else []
-                continue
-            format_ = shuffled.choice(fitting)
-            cells.append((family, format_, tensor, pipeline))
-            left = left[1:]
-            formats = [name for name in formats if name != format_]
+        names = shuffled.sample(FAMILIES, len(FAMILIES))
+        formats = shuffled.sample(TENSORRT_LLM, len(TENSORRT_LLM))
+        for name in names:
+            fitting = [format_ for format_ in formats if not misfit(name, format_, pipeline)]
+            if fitting:
+                formats.remove(fitting[0])
+                formats.append(fitting[0])
+                cells.append((name, fitting[0], tensor, pipeline))
     return cells
 
 
@@ -84,6 +77,13 @@ ALL = [
     (family, format_, tensor, pipeline)
     for family, format_, (tensor, pipeline) in product(FAMILIES, TENSORRT_LLM, SPLITS)
     if not misfit(family, format_, pipeline)
+]
+MISFITS = [
+    (family, format_, pipeline)
+    for family, format_, pipeline in (
+        *((family, "none", 2) for family in NO_PIPELINE),
+        *product(EXPERTS, NOT_FOR_EXPERTS, (1,)),
+    )
 ]
 CELLS = [
     pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in FEW else pytest.mark.full) for cell in ALL
@@ -101,12 +101,10 @@ def models(tmp_path_factory: pytest.TempPathFactory, reference_python: Path) -> 
 
 def test_every_family_and_format_is_here() -> None:
     assert set(FAMILIES) == set(families())
-    for place, names in ((0, FAMILIES), (1, TENSORRT_LLM)):
-        assert {cell[place] for cell in FEW} == set(names)
-        # Pairs: each of them with one and two ranks, and with one and two stages where there are any.
-        assert {(cell[place], cell[2]) for cell in FEW} == set(product(names, (1, 2)))
-    assert {(cell[1], cell[3]) for cell in FEW} == set(product(TENSORRT_LLM, (1, 2)))
-    assert {(cell[0], cell[3]) for cell in FEW} >= {(name, 2) for name in FAMILIES if name not in NO_PIPELINE}
+    assert {(cell[1], *cell[2:]) for cell in FEW} == {(name, *split) for name in TENSORRT_LLM for split in SPLITS}
+    assert {(cell[0], *cell[2:]) for cell in FEW} == {
+        (name, *split) for name in FAMILIES for split in SPLITS if split[1] == 1 or name not in NO_PIPELINE
+    }
     assert set(FEW) <= set(ALL)
 
 
@@ -182,3 +180,86 @@ def test_logits(family: str, format_: str, tensor: int, pipeline: int, models: P
     assert np.abs(found - wanted).max() < bound
     if format_ != "none":
         assert np.abs(found - plain).max() > 50 * bound
+
+
+@pytest.mark.parametrize(("family", "format_", "pipeline"), MISFITS)
+def test_cells_that_tensorrt_llm_cannot_run_are_refused(
+    family: str, format_: str, pipeline: int, models: Path, tmp_path: Path
+) -> None:
+    """Before anything is written, with what would work."""
+    with pytest.raises(LpxError) as refusal:
+        converted(models / family, tmp_path / "checkpoint", format_, 1, pipeline)
+    assert family in str(refusal.value)
+    assert refusal.value.next
+    assert not (tmp_path / "checkpoint").exists()
+
+
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"n_embd": 1024, "n_layer": 2, "n_head": 16, "vocab_size": 320, "n_positions": 64}
+# Rule → family, sizes that break it, splits; what the refusal names, and the tensor-parallel sizes that it advises.
+SPLIT_RULES: dict[str, tuple[str, dict[str, int], int, int, str, str]] = {
+    "query heads": (
+        "llama",
+        {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 1536},
+        8,
+        1,
+        "num_attention_heads 12",
+        "1, 2, 4",
+    ),
+    "KV heads": (
+        "llama",
+        {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 1536},
+        4,
+        1,
+        "num_key_value_heads 6",
+        "1, 2",
+    ),
+    "KV heads that may not be copied": ("phi3", {"num_key_value_heads": 2}, 4, 1, "num_key_value_heads 2", "1, 2"),
+    "MLP": ("llama", {"intermediate_size": 2050}, 4, 1, "intermediate_size 2050", "1, 2"),
+    "experts": (
+        "qwen3_moe",
+        {"num_experts": 8, "moe_intermediate_size": 770},
+        4,
+        1,
+        "moe_intermediate_size 770",
+        "1, 2",
+    ),
+    "shared expert": (
+        "qwen2_moe",
+        {"num_experts": 4, "moe_intermediate_size": 768, "shared_expert_intermediate_size": 1538},
+        4,
+        1,
+        "shared_expert_intermediate_size 1538",
+        "1, 2",
+    ),
+    "vocabulary without padding": ("gemma", {"vocab_size": 322, "head_dim": 64}, 4, 1, "vocab_size 322", "1, 2"),
+    "learned positions": ("gpt2", {"n_positions": 66}, 4, 1, "n_positions 66", "1, 2"),
+    "stages": ("llama", {}, 1, 3, "num_hidden_layers 2", "2"),
+    "no stages": ("gemma2", {"head_dim": 64}, 1, 2, "gemma2", "1, 2, 4, 8, 16"),
+}
+
+
+def shape_of(family: str, changes: dict[str, int]) -> ModelShape:
+    config = {"model_type": family, **(GPT2 if family == "gpt2" else SIZES), **changes}
+    return family_for(config).model_shape(config)
+
+
+@pytest.mark.parametrize("rule", SPLIT_RULES)
+def test_a_misfit_of_each_rule_of_splits(rule: str) -> None:
+    family, changes, tensor, pipeline, found, advice = SPLIT_RULES[rule]
+    shape = shape_of(family, changes)
+    with pytest.raises(SourceError) as refusal:
+        check_parallel(shape, tensor, pipeline)
+    assert found in str(refusal.value)
+    assert refusal.value.next is not None
+    assert refusal.value.next.endswith(f" {advice}")
+    # The advice is right: the largest size of it fits.
+    check_parallel(shape, int(advice.split(", ")[-1]) if pipeline == 1 else 1, 1)
