@@ -11,65 +11,51 @@ import numpy as np
 import pytest
 
 from lpxbuild.errors import SourceError
+from lpxbuild.families import families
 
 # Over 20 s because the reference environment imports torch once per session; the tests take about a second each.
 pytestmark = pytest.mark.slow
 
-# Name in tests/reference/tiny_models.py -> the executor that its attention needs. llama, mistral, qwen2 and qwen3 are
-# in test_engine_graph.py and test_engine_paged.py.
-EXECUTORS = {
-    "gemma": "paged",
-    "gemma2": "stateful",
-    "gemma3_text": "paged",
-    "phi3": "paged",
-    "gpt2": "paged",
-    "starcoder2": "paged",
-    "granite": "paged",
-    "falcon": "paged",
-    "falcon_new": "paged",
-    "falcon_rw": "stateful",
-    "internlm2": "paged",
-    "mixtral": "paged",
-    "qwen2_moe": "paged",
-    "qwen3_moe": "paged",
-}
-# Two more splits only in make test-all: what is special about them is tested with llama and qwen.
-SPLITS = [(1, 1), (2, 1), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)]
+# Names in tests/reference/tiny_models.py; a family without a model of its name there fails. llama, mistral, qwen2 and
+# qwen3 are in test_engine_graph.py and test_engine_paged.py.
+NAMES = [*sorted(set(families()) - {"llama", "mistral", "qwen2", "qwen3"}), "falcon_new", "falcon_rw"]
+STATEFUL = {"gemma2", "falcon_rw"}  # what their attention needs; all others are paged
 NO_PIPELINE = {"gemma", "gemma2", "gemma3_text", "phi3"}  # of TensorRT-LLM's own converters
 
 
-def test_every_family_is_here() -> None:
-    from lpxbuild.families import families
-
-    assert {name.replace("_new", "").replace("_rw", "") for name in EXECUTORS} | {
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-    } == set(families())
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), SPLITS)
 @pytest.mark.parametrize("name", EXECUTORS)
-def test_equals_transformers(
-    name: str, tensor: int, pipeline: int, tiny_models: Path, compile_folder, stateful_logits, paged
-) -> None:
+def test_equals_transformers(name: str, tiny_models: Path, compile_folder, stateful_logits, paged) -> None:
     """80 positions at once through the graph; then 24 of them, three windows, and 32 greedy tokens by the executor."""
-    if pipeline > 1 and name in NO_PIPELINE:
-        pytest.skip("TensorRT-LLM has no pipeline parallelism for this family")
     reference = np.load(tiny_models / name / "reference.npz")
-    folder = compile_folder(tiny_models / name, tensor, pipeline, dtype="float32")
-    assert json.loads((folder / "engine.json").read_text())["executor"] == EXECUTORS[name]
+    folder = compile_folder(tiny_models / name, dtype="float32")
+    executor = "stateful" if name in STATEFUL else "paged"
+    assert json.loads((folder / "engine.json").read_text())["executor"] == executor
     assert np.abs(stateful_logits(folder, reference["ids"].tolist()) - reference["logits"]).max() < 2e-5
     engine = paged(folder)
     wanted = {"input_ids": reference["prompt"].tolist(), "max_tokens": 32, "end_ids": []}
     # The stateful executor's library hands out no log-probabilities.
-    wanted["log_probs"] = EXECUTORS[name] == "paged"
+    wanted["log_probs"] = executor == "paged"
     ((answer,),) = ([sequences[0]] for sequences in engine.run([wanted]))
     assert answer.ids == reference["greedy"].tolist()
     if wanted["log_probs"]:
         assert np.abs(np.array(answer.log_probs) - reference["log_probs"]).max() < 1e-4
     engine.executor.close()
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_every_split_makes_the_same_engine(
+    name: str, tensor: int, pipeline: int, tiny_models: Path, compile_folder
+) -> None:
+    """To the byte: what is joined from two rank files is what one rank file holds, so the logits are those above."""
+    if pipeline > 1 and name in NO_PIPELINE:
+        pytest.skip("TensorRT-LLM has no pipeline parallelism for this family")
+    whole = compile_folder(tiny_models / name, dtype="float32")
+    split = compile_folder(tiny_models / name, tensor, pipeline, dtype="float32")
+    ranks = sorted(path.name for path in (split.parent / "checkpoint").glob("rank*.safetensors"))
+    assert ranks == [f"rank{rank}.safetensors" for rank in range(tensor * pipeline)]
+    for file in ("openvino_model.xml", "openvino_model.bin"):
+        assert (whole / file).read_bytes() == (split / file).read_bytes(), file
 
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
