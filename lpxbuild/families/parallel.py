@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from lpxbuild.families.family import Family
 
 
+UNIFIED = "unified_hf"
+"""The layout that other programs load: the rules of TensorRT-LLM's classes do not hold for it."""
+
+
 def _family(shape: ModelShape) -> Family:
     from lpxbuild.families import family_named  # the registry imports this module
 
     return family_named(shape.family)
 
 
-def _misfit(shape: ModelShape, tensor: int) -> tuple[str, int, str] | None:
+def _misfit(shape: ModelShape, tensor: int, layout: str | None = None) -> tuple[str, int, str] | None:
     """The first config key that does not allow `tensor` ranks: (key, value, reason)."""
     family = _family(shape)
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
@@ -27,7 +31,7 @@ def _misfit(shape: ModelShape, tensor: int) -> tuple[str, int, str] | None:
     elif kv_heads % tensor and tensor % kv_heads:
         key, value = "num_key_value_heads", kv_heads
         reason = "KV heads are either shared out evenly or copied evenly over the ranks"
-    elif kv_heads % tensor and not family.copies_kv_heads:
+    elif kv_heads % tensor and not family.copies_kv_heads and layout != UNIFIED:
         key, value = "num_key_value_heads", kv_heads
         reason = f"KV heads are not copied over ranks for {family.name}: each rank takes the same number"
     elif shape.intermediate_size % tensor:
@@ -40,7 +44,8 @@ def _misfit(shape: ModelShape, tensor: int) -> tuple[str, int, str] | None:
         key, value = "shared_expert_intermediate_size", shape.moe.shared_intermediate_size
         reason = "every rank takes the same number of columns of the shared expert"
     else:
-        uneven = next((name for name in family.whole if getattr(shape, name) % tensor), None)
+        whole = family.whole if layout != UNIFIED else ()
+        uneven = next((name for name in whole if getattr(shape, name) % tensor), None)
         if uneven is None:
             return None
         key, value = uneven, getattr(shape, uneven)
@@ -48,30 +53,35 @@ def _misfit(shape: ModelShape, tensor: int) -> tuple[str, int, str] | None:
     return family.keys.get(key, key), value, reason
 
 
-def tensor_parallel_sizes(shape: ModelShape) -> tuple[int, ...]:
+def tensor_parallel_sizes(shape: ModelShape, layout: str | None = None) -> tuple[int, ...]:
     """All tensor-parallel sizes that fit, ascending."""
     common = gcd(shape.num_attention_heads, shape.intermediate_size)
     small = [size for size in range(1, isqrt(common) + 1) if common % size == 0]
-    return tuple(size for size in sorted({*small, *(common // size for size in small)}) if _misfit(shape, size) is None)
+    return tuple(
+        size for size in sorted({*small, *(common // size for size in small)}) if _misfit(shape, size, layout) is None
+    )
 
 
-def check_parallel(shape: ModelShape, tensor: int, pipeline: int) -> None:
+def check_parallel(shape: ModelShape, tensor: int, pipeline: int, *, layout: str | None = None) -> None:
     """Refuse a split that the sizes do not allow.
+
+    Args:
+        layout: "tensorrt_llm" or "unified_hf", for which what only TensorRT-LLM's classes cannot do is no matter.
 
     Raises:
         SourceError: names the config key, its value, the size asked for and the sizes that work.
     """
-    misfit = _misfit(shape, tensor)
+    misfit = _misfit(shape, tensor, layout)
     if misfit is not None:
         key, value, reason = misfit
-        sizes = ", ".join(map(str, tensor_parallel_sizes(shape)))
+        sizes = ", ".join(map(str, tensor_parallel_sizes(shape, layout)))
         raise SourceError(
             f"{key} {value} cannot be split over tensor parallel {tensor} (tp_size)",
             why=reason,
             next=f"set parallel.tensor to one of: {sizes}",
         )
     family = _family(shape)
-    if pipeline > 1 and not family.pipeline:
+    if pipeline > 1 and not family.pipeline and layout != UNIFIED:
         raise SourceError(
             f"a {family.name} model cannot be split over pipeline parallel {pipeline} (pp_size)",
             why="TensorRT-LLM does not divide models of this family into pipeline stages",

@@ -344,3 +344,11 @@ class TestTable:
         assert "`long_rope`: refused" in rows["phi3"]
         assert "`soft_cap`: stateful" in rows["gemma2"]
         assert "| no |" in rows["gemma2"]
+
+
+def test_what_only_tensorrt_llm_cannot_do_is_no_matter_elsewhere() -> None:
+    check_parallel(shape("phi3"), 4, 2, layout="unified_hf")
+    check_parallel(shape("gemma", vocab_size=321), 2, 1, layout="unified_hf")
+    with pytest.raises(SourceError, match="num_attention_heads 4 cannot be split over tensor parallel 8") as caught:
+        check_parallel(shape("phi3"), 8, 1, layout="unified_hf")
+    assert caught.value.next.endswith("1, 2, 4")
