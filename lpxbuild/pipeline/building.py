@@ -197,15 +197,20 @@ class _Build:
 
     def _checked_source(self) -> Source:
         if self._source is None:
-            from lpxbuild.source import check
+            from lpxbuild.quantization.scheme import Scheme
+            from lpxbuild.source import check, is_quantized
 
+            calibrated = self._has("calibration") and not is_quantized(self.paths["source"])
             self._source = check(
                 self.paths["source"],
                 origin=self.input.origin,
                 revision=self.commit,
-                need_tokenizer=self.stages[-1].name not in ("source", "checkpoint") or self._has("calibration"),
+                need_tokenizer=self.stages[-1].name not in ("source", "checkpoint") or calibrated,
                 tensor_parallel=self.recipe.parallel.tensor,
                 pipeline_parallel=self.recipe.parallel.pipeline,
+                layout=self.recipe.checkpoint_layout if self._has("checkpoint") else None,
+                scheme=Scheme.of(self.recipe.quantization),
+                backend=self.recipe.backend,
                 output=self.output,
             )
         return self._source
@@ -230,7 +235,8 @@ class _Build:
         from lpxbuild.quantization.scheme import Scheme
 
         if self.recipe.checkpoint_layout == "tensorrt_llm":
-            check_shapes(source.shape, Scheme.of(self.recipe.quantization), self.recipe.parallel.tensor)
+            scheme = source.scheme(Scheme.of(self.recipe.quantization))
+            check_shapes(source.shape, scheme, self.recipe.parallel.tensor)
         if self._has("engine"):
             from lpxbuild.engine import check_features, check_positions
             from lpxbuild.families import attention_features
@@ -238,7 +244,7 @@ class _Build:
             features = attention_features(source.shape, self.recipe.limits.max_seq_len)
             check_features(features, self.recipe.backend)
             check_positions(source.shape, self.recipe.limits.max_seq_len)
-        if stage.name == "calibration":
+        if stage.name == "calibration" and source.quantization is None:
             from lpxbuild.quantization.calibration import check_calibration
 
             check_calibration(

@@ -109,6 +109,8 @@ def _calibrate(work: Work, destination: Path) -> dict[str, Any]:
     from lpxbuild.quantization.scheme import Scheme
 
     recipe = work.recipe
+    if work.source().quantization is not None:
+        return {"skipped": "the source is quantized already and has its scales"}
     report = calibration.calibrate(
         work.paths["source"],
         destination,
@@ -149,7 +151,7 @@ def _convert_checkpoint(work: Work, destination: Path) -> dict[str, Any]:
 
     recipe = work.recipe
     scheme = Scheme.of(recipe.quantization)
-    calibrated = work.paths.get("calibration")
+    calibrated = work.paths.get("calibration") if work.source().quantization is None else None
     calibration = read_calibration(calibrated) if calibrated is not None else None
     if recipe.checkpoint_layout == "unified_hf":
         from lpxbuild.checkpoint.unified import convert_unified
@@ -161,6 +163,7 @@ def _convert_checkpoint(work: Work, destination: Path) -> dict[str, Any]:
                 dtype=recipe.model.dtype,
                 scheme=scheme,
                 calibration=calibration,
+                backend=recipe.backend,
                 output=work.output,
             )
         )
@@ -175,6 +178,11 @@ def _convert_checkpoint(work: Work, destination: Path) -> dict[str, Any]:
         output=work.output,
     )
     return plain(report)
+
+
+def _loader(recipe: Recipe, _base: Path) -> dict[str, str]:
+    """A unified checkpoint of a quantized source is written for the backend that loads it."""
+    return {"loader": recipe.backend} if recipe.checkpoint_layout == "unified_hf" else {}
 
 
 def _compile_engine(work: Work, destination: Path) -> dict[str, Any]:
@@ -300,6 +308,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         rooms=("families", "quantization", "source", "checkpoint"),
         reads=("source", "calibration"),
+        inputs=_loader,
     ),
     Stage(
         "engine",

@@ -10,11 +10,21 @@ from pathlib import Path
 from lpxbuild.errors import SourceError
 from lpxbuild.output import Output
 from lpxbuild.source.checks import check
-from lpxbuild.source.folder import is_repository, tokenizer_files
+from lpxbuild.source.folder import is_repository, read_config, tokenizer_files
 from lpxbuild.source.package import PREFIX, find_in_package
+from lpxbuild.source.quantized import settings_of
 from lpxbuild.source.records import Source, SourceFile, TensorEntry
 
-__all__ = ["Source", "SourceFile", "TensorEntry", "check", "fetch", "local_file", "tokenizer_files"]
+__all__ = ["Source", "SourceFile", "TensorEntry", "check", "fetch", "is_quantized", "local_file", "tokenizer_files"]
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the weights of a Hugging Face folder are quantized already, as far as its settings say.
+
+    Raises:
+        SourceError: no such folder, or a method that lpx does not read.
+    """
+    return settings_of(folder, read_config(folder)) is not None
 
 
 def local_file(source: str) -> Path | None:

@@ -40,6 +40,7 @@ def check(
     pipeline_parallel: int = 1,
     layout: Layout | None = None,
     scheme: Scheme | None = None,
+    backend: str | None = None,
     output: Output,
 ) -> Source:
     """Check a Hugging Face folder as a whole: config, index, headers, shapes, dtypes, tokenizer, special ids.
@@ -54,6 +55,7 @@ def check(
         need_tokenizer: False for builds that stop at the checkpoint.
         layout: the checkpoint that is to be made of it; decides what a source that is quantized already may be.
         scheme: the quantization that the recipe asks for; None = the source's own, or none.
+        backend: who is to execute it; decides whether a quantized source's own format will do.
 
     Raises:
         SourceError: names file, tensor or key, what was expected and found, and what to do.
@@ -63,9 +65,9 @@ def check(
     settings = settings_of(path, config)
     family = family_for(config)
     shape = family.model_shape(config)
-    check_parallel(shape, tensor_parallel, pipeline_parallel)
+    check_parallel(shape, tensor_parallel, pipeline_parallel, layout=layout)
     if settings is not None:
-        check_settings(settings, family, shape, layout=layout, scheme=scheme)
+        check_settings(settings, family, shape, layout=layout, scheme=scheme, backend=backend)
     generation_config = read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {}
 
     revision = hub_revision(path) or revision
@@ -79,7 +81,15 @@ def check(
     stored = quantization.expected if quantization is not None else {}
     notices += dtype_notices({name: entry for name, entry in tensors.items() if name not in stored}, shape)
     if quantization is not None:
-        check_use(quantization, family, shape, layout=layout, scheme=scheme, tensor_parallel=tensor_parallel)
+        check_use(
+            quantization,
+            family,
+            shape,
+            layout=layout,
+            scheme=scheme,
+            backend=backend,
+            tensor_parallel=tensor_parallel,
+        )
         notices += quantization.notices
 
     vocabulary = read_vocabulary(path, need_tokenizer=need_tokenizer)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lpxbuild.families.shape import ModelShape
 
 if TYPE_CHECKING:
+    from lpxbuild.quantization.scheme import Scheme
     from lpxbuild.source.quantized import SourceQuantization
 
 
@@ -67,3 +68,7 @@ class Source:
     bos_id: int | None
     notices: tuple[str, ...]
     quantization: SourceQuantization | None = None
+
+    def scheme(self, asked: Scheme) -> Scheme:
+        """What a checkpoint of it gets: its own quantization where it has one, else the recipe's."""
+        return asked if self.quantization is None else self.quantization.scheme

@@ -675,7 +675,7 @@ def test_the_newest_verdict_counts(house, monkeypatch):
 
 
 NOT_RUN: dict[str, set[str]] = {
-    "source": {"families"},  # read by the check of a folder, not by the conversion of a GGUF
+    "source": {"families", "quantization"},  # read by the check of a folder, not by the conversion of a GGUF
     "engine": {"source"},  # read by the converter, not by the reader of checkpoints
     "smoke": {"repository"},  # refuses a repository, changes nothing of one
 }

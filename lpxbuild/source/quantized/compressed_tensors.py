@@ -274,7 +274,7 @@ METHOD = Method(
         ("w4a16 symmetric, groups or rows", "`int4_rtn`: the same integers, packed anew", "unchanged", "vllm"),
         ("w4a16 with zero points; w8a16", "refused", "unchanged", "vllm"),
         ("int8 w8a8", "refused", "unchanged", "vllm"),
-        ("NVFP4, NVFP4 with plain inputs", "`nvfp4`; refused", "unchanged", "vllm"),
+        ("NVFP4, NVFP4 with plain inputs", "`nvfp4`; `w4a16_nvfp4`, for backend openvino only", "unchanged", "vllm"),
         ("actorder group, sparse weights, transforms", "refused", "refused", "–"),
     ),
 )

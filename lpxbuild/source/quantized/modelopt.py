@@ -164,7 +164,7 @@ METHOD = Method(
         ),
         ("FP8_PER_CHANNEL_PER_TOKEN", "`fp8_pc_pt`", "unchanged", "pytorch, vllm"),
         ("NVFP4", "`nvfp4`", "unchanged", "pytorch, vllm"),
-        ("W4A16_NVFP4", "refused: TensorRT-LLM's engines have no such kernel", "unchanged", "vllm"),
+        ("W4A16_NVFP4", "`w4a16_nvfp4`, for backend openvino; refused for tensorrt", "unchanged", "vllm"),
         ("W4A16_AWQ", "`int4_awq`", "unchanged", "pytorch"),
         ("W4A8_AWQ", "`w4a8_awq`", "unchanged", "pytorch"),
         ("W8A16, W8A8_SQ_PER_CHANNEL", "refused", "unchanged", "none known"),

@@ -20,7 +20,13 @@ LAYOUTS: dict[Layout, str] = {
 
 
 def check_settings(
-    settings: Settings, family: Family, shape: ModelShape, *, layout: Layout | None, scheme: Scheme | None
+    settings: Settings,
+    family: Family,
+    shape: ModelShape,
+    *,
+    layout: Layout | None,
+    scheme: Scheme | None,
+    backend: str | None = None,
 ) -> None:
     """Refuse what config.json alone tells, before the weight files are opened at all.
 
@@ -31,7 +37,7 @@ def check_settings(
     if scheme is not None:
         _check_scheme(quantization, scheme)
     if layout is not None:
-        _check_layout(quantization, layout)
+        _check_layout(quantization, layout, backend)
 
 
 def check_use(
@@ -41,6 +47,7 @@ def check_use(
     *,
     layout: Layout | None,
     scheme: Scheme | None,
+    backend: str | None = None,
     tensor_parallel: int = 1,
 ) -> None:
     """Refuse what cannot be made of a quantized source.
@@ -48,6 +55,7 @@ def check_use(
     Args:
         layout: what the recipe's backend takes; None = nothing is to be made of it.
         scheme: the recipe's; format "none" and the source's own format both mean: as it is. None = not asked.
+        backend: who executes the TensorRT-LLM checkpoint; None = whoever can.
 
     Raises:
         SourceError: a second quantization, a layout that cannot hold it, groups that a split would cut.
@@ -55,7 +63,7 @@ def check_use(
     if scheme is not None:
         _check_scheme(quantization, scheme)
     if layout is not None:
-        _check_layout(quantization, layout)
+        _check_layout(quantization, layout, backend)
     if layout == "tensorrt_llm":
         modules = modules_of(family, shape)
         if modules.head[0] in quantization.linears:
@@ -65,13 +73,16 @@ def check_use(
         _check_groups(quantization, shape, tensor_parallel)
 
 
-def _check_layout(quantization: SourceQuantization, layout: Layout) -> None:
+def _check_layout(quantization: SourceQuantization, layout: Layout, backend: str | None) -> None:
     if layout in quantization.refused:
         raise _wrong_layout(quantization, layout, *quantization.refused[layout])
     for name in quantization.scheme.formats if layout == "tensorrt_llm" else ():
         if layout not in FORMATS[name].layouts:
             why = f"its format is {name}, which that layout does not have"
             raise _wrong_layout(quantization, layout, why, "build for backend pytorch or vllm")
+        if layout == "tensorrt_llm" and backend is not None and backend not in FORMATS[name].backends:
+            why = f"backend {backend} does not execute {name}; backends that do: {', '.join(FORMATS[name].backends)}"
+            raise _wrong_layout(quantization, layout, why, "choose another backend")
 
 
 def _wrong_layout(quantization: SourceQuantization, layout: Layout, why: str, following: str) -> SourceError:
