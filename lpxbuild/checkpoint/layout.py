@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from lpxbuild.families import ModelShape, check_expressible, check_parallel, family_named, stage_layers
+from lpxbuild.families import ModelShape, check_parallel, family_named, stage_layers
 from lpxbuild.families.weights import Part, WeightRule, dimensions, expert_numbers
 
 
@@ -109,8 +109,7 @@ def plan(shape: ModelShape, tensor: int, pipeline: int) -> Iterator[RankTensor]:
     Raises:
         SourceError: the heads, the MLP or the layers cannot be split so, or the layout has no field for the model.
     """
-    check_expressible(shape)
-    check_parallel(shape, tensor, pipeline)
+    check_parallel(shape, tensor, pipeline, layout="tensorrt_llm")
     rules = family_named(shape.family).rules(shape)
     for stage, layers in enumerate(stage_layers(shape.num_hidden_layers, pipeline)):
         if stage == 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lpxbuild.errors import SourceError
 from lpxbuild.families.family import Family, architecture_of
-from lpxbuild.families.parallel import check_expressible, check_parallel, stage_layers, tensor_parallel_sizes
+from lpxbuild.families.parallel import check_parallel, stage_layers, tensor_parallel_sizes
 from lpxbuild.families.shape import ModelShape, TensorSpec
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "ModelShape",
     "TensorSpec",
     "attention_features",
-    "check_expressible",
     "check_parallel",
     "families",
     "family_for",

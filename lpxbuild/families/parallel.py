@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from lpxbuild.families.family import Family
 
 
-UNIFIED = "unified_hf"
-"""The layout that other programs load: the rules of TensorRT-LLM's classes do not hold for it."""
+TRTLLM, UNIFIED = "tensorrt_llm", "unified_hf"
+"""Names of the layouts; other programs than TensorRT-LLM load the second, so its classes' rules do not hold there."""
 
 
 def _family(shape: ModelShape) -> Family:
@@ -66,11 +66,14 @@ def check_parallel(shape: ModelShape, tensor: int, pipeline: int, *, layout: str
     """Refuse a split that the sizes do not allow.
 
     Args:
-        layout: "tensorrt_llm" or "unified_hf", for which what only TensorRT-LLM's classes cannot do is no matter.
+        layout: of the checkpoint, None while it is not known; for "unified_hf" it is no matter what only TensorRT-LLM's
+            classes cannot do, and for "tensorrt_llm" models that they cannot compute at all are refused as well.
 
     Raises:
         SourceError: names the config key, its value, the size asked for and the sizes that work.
     """
+    if layout == TRTLLM:
+        check_expressible(shape)
     misfit = _misfit(shape, tensor, layout)
     if misfit is not None:
         key, value, reason = misfit
