@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lpxbuild.errors import SourceError
 from lpxbuild.output import Output
+from lpxbuild.quantization import check_shapes
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import Source, check
 
 DATA = Path(__file__).parent / "data"
@@ -25,9 +28,17 @@ def named(*outcomes: str) -> list[str]:
     return [name for name, case in CASES.items() if case["outcome"] in outcomes and name not in NOW]
 
 
+def scheme_of(case) -> Scheme:
+    recipe = case.expected["recipe"]
+    return Scheme(recipe["quantization"], group_size=recipe.get("group_size", 128))
+
+
 def checked(case, output: Output | None = None, **options) -> Source:
+    """Both checks that a build makes before it reads a weight."""
     options = {"need_tokenizer": True, "tensor_parallel": case.tensor_parallel, **options}
-    return check(case.path, origin=str(case.path), output=output or Output.quiet(), **options)
+    source = check(case.path, origin=str(case.path), output=output or Output.quiet(), **options)
+    check_shapes(source.shape, scheme_of(case), options["tensor_parallel"])
+    return source
 
 
 @pytest.mark.parametrize("name", named("refuses"))
@@ -74,6 +85,17 @@ def test_lists_the_tensor_parallel_sizes_that_work(name, load_case):
     assert refusal.value.next.rstrip(".").endswith(": " + ", ".join(map(str, works)))
     for size in works:
         checked(case, tensor_parallel=size)
+
+
+def test_lists_the_group_sizes_that_work(load_case):
+    case = load_case("int4_group_misfit")
+    with pytest.raises(SourceError) as refusal:
+        checked(case)
+    works = case.expected["group_sizes_that_work"]
+    assert f"quantization.group_size to {' or '.join(map(str, works))}," in refusal.value.next
+    source = check(case.path, origin="x", need_tokenizer=True, output=Output.quiet())
+    for size in works:
+        check_shapes(source.shape, replace(scheme_of(case), group_size=size), case.tensor_parallel)
 
 
 def test_config_fields_are_as_the_cases_say(load_case):
