@@ -46,14 +46,20 @@ FAMILIES = (
 TENSORRT_LLM = tuple(name for name, row in FORMATS.items() if "tensorrt" in row.backends)
 SPLITS = tuple(product((1, 2), (1, 2)))
 NO_PIPELINE = ("gemma", "gemma2", "gemma3_text", "phi3")  # of TensorRT-LLM's own converters and classes
-# check_shapes refuses these for mixtures, each with what TensorRT-LLM's loader does with it.
+# TensorRT-LLM's mixtures refuse FP8 rowwise and have no SmoothQuant; its loader takes W4A8 and NVFP4 only where there
+# are no experts. FP8 rowwise quantizes the inputs inside RMSNorm, so LayerNorm has none.
 EXPERTS, NOT_FOR_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("int8_sq", "fp8_pc_pt", "w4a8_awq", "nvfp4")
+LAYER_NORM, NOT_FOR_LAYER_NORM = ("falcon", "gpt2", "starcoder2"), ("fp8_pc_pt",)
 
 Cell = tuple[str, str, int, int]
 
 
 def misfit(family: str, format_: str, pipeline: int) -> bool:
-    return (pipeline > 1 and family in NO_PIPELINE) or (family in EXPERTS and format_ in NOT_FOR_EXPERTS)
+    return (
+        (pipeline > 1 and family in NO_PIPELINE)
+        or (family in EXPERTS and format_ in NOT_FOR_EXPERTS)
+        or (family in LAYER_NORM and format_ in NOT_FOR_LAYER_NORM)
+    )
 
 
 def pairs() -> list[Cell]:
@@ -79,11 +85,9 @@ ALL = [
     if not misfit(family, format_, pipeline)
 ]
 MISFITS = [
-    (family, format_, pipeline)
-    for family, format_, pipeline in (
-        *((family, "none", 2) for family in NO_PIPELINE),
-        *product(EXPERTS, NOT_FOR_EXPERTS, (1,)),
-    )
+    *product(NO_PIPELINE, ("none",), (2,)),
+    *product(EXPERTS, NOT_FOR_EXPERTS, (1,)),
+    *product(LAYER_NORM, NOT_FOR_LAYER_NORM, (1,)),
 ]
 CELLS = [
     pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in FEW else pytest.mark.full) for cell in ALL
@@ -263,3 +267,62 @@ def test_a_misfit_of_each_rule_of_splits(rule: str) -> None:
     assert refusal.value.next.endswith(f" {advice}")
     # The advice is right: the largest size of it fits.
     check_parallel(shape, int(advice.split(", ")[-1]) if pipeline == 1 else 1, 1)
+
+
+MLP = {"intermediate_size": 2112}  # 33 × 64
+ONE_RANK, GROUP_64, NONE = (
+    "parallel.tensor to one of: 1,",
+    "quantization.group_size to 64",
+    "quantization.format to none",
+)
+# Rule → family, sizes that break it, scheme, ranks; what the refusal names, and what it advises.
+KERNEL_RULES: dict[str, tuple[str, dict[str, int], Scheme, int, str, str]] = {
+    "weight-only, 64 for each rank": ("llama", MLP, Scheme("int8_wo"), 2, "intermediate_size 2112", ONE_RANK),
+    "weight-only, qkv": (
+        "llama",
+        {"num_key_value_heads": 1, "head_dim": 36},
+        Scheme("int4_wo"),
+        1,
+        "(num_attention_heads + 2 × num_key_value_heads) × head_dim 648",
+        NONE,
+    ),
+    "whole groups": ("llama", MLP, Scheme("int4_rtn"), 1, "intermediate_size 2112", GROUP_64),
+    "whole groups on each rank": (
+        "llama",
+        MLP,
+        Scheme("int4_awq", group_size=64),
+        2,
+        "intermediate_size 2112",
+        ONE_RANK,
+    ),
+    "W4A8, groups of 128": ("llama", MLP, Scheme("w4a8_awq"), 1, "intermediate_size 2112", NONE),
+    "W4A8, no groups of 64": ("llama", {}, Scheme("w4a8_awq", group_size=64), 1, "group_size 64", "group_size to 128"),
+    "NVFP4, 16 for each rank": (
+        "llama",
+        {"intermediate_size": 2064},
+        Scheme("nvfp4"),
+        2,
+        "intermediate_size 2064",
+        ONE_RANK,
+    ),
+    "experts": (
+        "qwen3_moe",
+        {"num_experts": 8, "moe_intermediate_size": 800},
+        Scheme("int8_wo"),
+        1,
+        "moe_intermediate_size 800",
+        NONE,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_a_misfit_of_each_rule_of_kernels(rule: str) -> None:
+    family, changes, scheme, tensor, found, advice = KERNEL_RULES[rule]
+    shape = shape_of(family, changes)
+    check_parallel(shape, tensor, 1)
+    with pytest.raises(LpxError) as refusal:
+        check_shapes(shape, scheme, tensor)
+    assert found in str(refusal.value)
+    assert refusal.value.next is not None
+    assert advice in refusal.value.next
