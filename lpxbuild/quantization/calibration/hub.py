@@ -60,7 +60,9 @@ def files(found: HubDataset) -> Iterator[Path]:
         yield Path(
             _translated(
                 found.id,
-                lambda name=name: hf_hub_download(found.id, name, repo_type="dataset", revision=found.commit),  # type: ignore[misc]
+                lambda name=name: hf_hub_download(  # type: ignore[misc]
+                    found.id, name, repo_type="dataset", revision=found.commit, endpoint=_endpoint()
+                ),
             )
         )
 
@@ -69,7 +71,7 @@ def _find(dataset: str, split: str) -> HubDataset:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
-    api = HfApi()
+    api = HfApi(endpoint=_endpoint())
     for revision in (None, _CONVERTED):
         try:
             info = api.dataset_info(dataset, revision=revision, timeout=PATIENCE_SECONDS)
@@ -135,6 +137,10 @@ def _translated(dataset: str, ask: Callable[[], T]) -> T:
         if type(error).__module__.split(".")[0] in (*_NETWORK_LIBRARIES, "huggingface_hub"):
             raise _unreachable(dataset, _line(error)) from None
         raise
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
 
 
 def _line(error: Exception) -> str:
