@@ -23,7 +23,7 @@ STATEFUL = {"gemma2", "falcon_rw"}  # what their attention needs; all others are
 NO_PIPELINE = {"gemma", "gemma2", "gemma3_text", "phi3"}  # of TensorRT-LLM's own converters
 
 
-@pytest.mark.parametrize("name", EXECUTORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_equals_transformers(name: str, tiny_models: Path, compile_folder, stateful_logits, paged) -> None:
     """80 positions at once through the graph; then 24 of them, three windows, and 32 greedy tokens by the executor."""
     reference = np.load(tiny_models / name / "reference.npz")
@@ -42,8 +42,8 @@ def test_equals_transformers(name: str, tiny_models: Path, compile_folder, state
     engine.executor.close()
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("name", EXECUTORS)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full), (2, 2)])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_split_makes_the_same_engine(
     name: str, tensor: int, pipeline: int, tiny_models: Path, compile_folder
 ) -> None:
