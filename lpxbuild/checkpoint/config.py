@@ -93,6 +93,7 @@ def model_fields(shape: ModelShape, dtype: str) -> dict[str, Any]:
             "format_version": FORMAT_VERSION,
             "family": shape.family,
             "hidden_act": shape.hidden_act,
+            **_dynamic(shape),
             "sliding_window": shape.sliding_window,
             "layer_types": list(shape.layer_types) if shape.layer_types is not None else None,
         },
@@ -116,9 +117,16 @@ def _positions(shape: ModelShape) -> dict[str, Any]:
             "longrope_scaling_short_factors": scaling["short_factor"],
             "longrope_scaling_long_factors": scaling["long_factor"],
         }
-    # TensorRT-LLM reads `type` first, then `rope_type`.
+    # TensorRT-LLM reads `type` first, then `rope_type`. Its "dynamic" is another kind: up to the model's length, null.
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        scaling = None
     fields["rotary_scaling"] = None if scaling is None else {"type": scaling["rope_type"], **scaling}
     return fields
+
+
+def _dynamic(shape: ModelShape) -> dict[str, Any]:
+    scaling = shape.rotary_scaling
+    return {"dynamic_rope": dict(scaling)} if scaling is not None and scaling["rope_type"] == "dynamic" else {}
 
 
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -132,6 +140,8 @@ def _scaling(config: Mapping[str, Any]) -> dict[str, Any] | None:
             "original_max_position_embeddings": original,
             "attention_factor": long_rope_magnitude(positive_int(config, "max_position_embeddings"), original),
         }
+    if "dynamic_rope" in config["lpx"]:
+        return dict(config["lpx"]["dynamic_rope"])
     scaling = config.get("rotary_scaling")
     return None if scaling is None else {key: scaling[key] for key in scaling if key != "type"}
 

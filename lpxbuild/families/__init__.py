@@ -108,7 +108,7 @@ def attention_features(shape: ModelShape, max_seq_len: int | None = None) -> tup
     if shape.position == "alibi":
         features.append("alibi")
     scaling = shape.rotary_scaling or {}
-    if scaling.get("rope_type") == "longrope" and (
+    if scaling.get("rope_type") in ("longrope", "dynamic") and (
         max_seq_len is None or max_seq_len > scaling["original_max_position_embeddings"]
     ):
         features.append("long_rope")

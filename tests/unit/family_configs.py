@@ -47,4 +47,5 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
     ("internlm2", {"bias": True}),
+    ("internlm2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
 ]

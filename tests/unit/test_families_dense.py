@@ -293,7 +293,9 @@ class TestFalcon:
 
 class TestInternlm2:
     def test_rope_that_changes_beyond_the_context_is_plain_within(self) -> None:
-        assert shape("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0}).rotary_scaling is None
+        dynamic = shape("internlm2", rope_scaling={"type": "dynamic", "factor": 2.0})
+        assert model_fields(dynamic, "bfloat16")["rotary_scaling"] is None
+        assert (attention_features(dynamic, 128), attention_features(dynamic, 129)) == ((), ("long_rope",))
         linear = {"rope_type": "linear", "factor": 2.0}
         assert shape("internlm2", rope_scaling={"type": "linear", "factor": 2.0}).rotary_scaling == linear
 

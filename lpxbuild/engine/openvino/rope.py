@@ -36,7 +36,8 @@ def frequencies(
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     powers = np.power(np.float64(base), exponents.astype(np.float64)).astype(np.float32)
     kind = "default" if not scaling else str(scaling.get("type") or scaling.get("rope_type"))
-    if not scaling or kind == "default":
+    # Dynamic scaling begins beyond the model's length, which the attention feature "long_rope" stands for.
+    if not scaling or kind in ("default", "dynamic"):
         return np.float32(1.0) / powers, 1.0
     try:
         scale = _KINDS[kind]
