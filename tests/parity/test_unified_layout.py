@@ -16,7 +16,6 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from lpxbuild.checkpoint.unified import check_unified, convert_unified, read_unified
-from lpxbuild.checkpoint.unified.modules import model_modules
 from lpxbuild.errors import LpxError, RecipeError, SourceError
 from lpxbuild.output import Output
 from lpxbuild.quantization.scheme import Scheme
@@ -127,9 +126,6 @@ class TestFiles:
 
 
 class TestRefusals:
-    def modules(self, llama: Source) -> Any:
-        return model_modules(llama.shape)
-
     def test_int8_kv_cache(self, llama: Source, tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"kv_cache int8 has no form") as error:
             convert_unified(llama, tmp_path / "out", dtype="auto", scheme=Scheme("none", "int8"))
@@ -139,7 +135,7 @@ class TestRefusals:
     @pytest.mark.parametrize("name", ["int8_wo", "int4_wo", "int4_rtn"])
     def test_formats_without_a_unified_form(self, llama: Source, name: str) -> None:
         with pytest.raises(RecipeError, match=f"{name} has no form"):
-            check_unified(self.modules(llama), Scheme(name))
+            check_unified(llama.shape, Scheme(name))
 
     @pytest.mark.parametrize("scheme", [Scheme("fp8"), Scheme("int4_awq"), Scheme("none", "fp8")])
     def test_missing_calibration(self, llama: Source, tmp_path: Path, scheme: Scheme) -> None:
@@ -149,36 +145,35 @@ class TestRefusals:
 
     def test_patterns_that_fit_nothing(self, llama: Source) -> None:
         with pytest.raises(RecipeError, match=r"pattern '\*\.gate' .* fits no layer") as error:
-            check_unified(self.modules(llama), Scheme("fp8", exclude=("lm_head", "*.gate")))
+            check_unified(llama.shape, Scheme("fp8", exclude=("lm_head", "*.gate")))
         assert "model.layers.0.self_attn.q_proj" in str(error.value)
-        check_unified(self.modules(llama), Scheme("fp8", exclude=("lm_head", "*embed_tokens")))
+        check_unified(llama.shape, Scheme("fp8", exclude=("lm_head", "*embed_tokens")))
 
     def test_different_formats_in_a_stacked_matrix(self, llama: Source) -> None:
         with pytest.raises(RecipeError, match=r"q_proj: fp8, .*k_proj: none"):
-            check_unified(self.modules(llama), Scheme("fp8", exclude=("*.k_proj",)))
-        check_unified(self.modules(llama), Scheme("fp8", exclude=("*.[qkv]_proj",)))
+            check_unified(llama.shape, Scheme("fp8", exclude=("*.k_proj",)))
+        check_unified(llama.shape, Scheme("fp8", exclude=("*.[qkv]_proj",)))
 
     def test_different_formats_of_experts(self, tmp_path: Path) -> None:
         source = reference.checked(reference.write_source("mixtral", tmp_path / "in"))
         with pytest.raises(RecipeError, match="experts of layer 0 have different formats"):
-            check_unified(self.modules(source), Scheme("fp8", exclude=("*.experts.1.*",)))
-        check_unified(self.modules(source), Scheme("fp8", exclude=("*.experts.*",)))
+            check_unified(source.shape, Scheme("fp8", exclude=("*.experts.1.*",)))
+        check_unified(source.shape, Scheme("fp8", exclude=("*.experts.*",)))
 
     def test_groups_that_do_not_fit(self, llama: Source) -> None:
         """128 input features: 48 is no divisor."""
         with pytest.raises(SourceError, match=r"q_proj has 128 input features, int4_awq needs a multiple of 48"):
-            check_unified(self.modules(llama), Scheme("int4_awq", group_size=48))
+            check_unified(llama.shape, Scheme("int4_awq", group_size=48))
 
     def test_what_vllm_would_misread(self, llama: Source) -> None:
-        modules = self.modules(llama)
         mixed = Scheme("fp8", overrides={"*mlp*": "fp8_pc_pt"})
-        check_unified(modules, mixed, backend="pytorch")
+        check_unified(llama.shape, mixed, backend="pytorch")
         with pytest.raises(RecipeError, match="fp8_pc_pt beside fp8 cannot be loaded by backend vllm"):
-            check_unified(modules, mixed, backend="vllm")
-        check_unified(modules, Scheme("fp8", overrides={"*mlp*": "nvfp4"}), backend="vllm")
+            check_unified(llama.shape, mixed, backend="vllm")
+        check_unified(llama.shape, Scheme("fp8", overrides={"*mlp*": "nvfp4"}), backend="vllm")
         with pytest.raises(RecipeError, match="without a weight format"):
-            check_unified(modules, Scheme("none", "fp8"), backend="vllm")
-        check_unified(modules, Scheme("none", "fp8"), backend="pytorch")
+            check_unified(llama.shape, Scheme("none", "fp8"), backend="vllm")
+        check_unified(llama.shape, Scheme("none", "fp8"), backend="pytorch")
 
     def test_damaged_checkpoints_are_named(self, llama: Source, tmp_path: Path) -> None:
         folder = convert(llama, tmp_path / "out", "fp8", max_shard_bytes=60_000)

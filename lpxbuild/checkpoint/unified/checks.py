@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from lpxbuild.checkpoint.unified.encoding import ENCODINGS
-from lpxbuild.checkpoint.unified.modules import Group, Modules
+from lpxbuild.checkpoint.unified.modules import Group, Modules, model_modules
 from lpxbuild.checkpoint.unified.quant_config import NVFP4_GROUP
 from lpxbuild.errors import RecipeError, SourceError
+from lpxbuild.families import ModelShape
 from lpxbuild.quantization.scheme import Scheme
 
 MIXED_BY_VLLM = ("fp8", "nvfp4", "w4a16_nvfp4")
 """Formats that vLLM looks for in MIXED_PRECISION; layers of any other it would take for unquantized."""
 
 
-def check_unified(modules: Modules, scheme: Scheme, *, backend: str | None = None) -> None:
+def check_unified(shape: ModelShape, scheme: Scheme, *, backend: str | None = None) -> None:
     """Refuse schemes that a unified checkpoint cannot express, or that the backend's loader would misread.
+
+    Needs neither weights nor a calibration.
 
     Raises:
         RecipeError: names format, modules and what can be used instead.
@@ -25,6 +28,7 @@ def check_unified(modules: Modules, scheme: Scheme, *, backend: str | None = Non
             why="loaders of it (TensorRT-LLM's PyTorch backend, vLLM) read scales of FP8 KV caches only",
             next="set quantization.kv_cache to fp8 or none, or backend to tensorrt or openvino",
         )
+    modules = model_modules(shape)
     names = tuple(module.name for module in modules.linears)
     unused = scheme.unused((*names, *modules.plain))
     if unused:

@@ -94,8 +94,8 @@ def convert_unified(
         scheme, calibration = modelopt_scheme(already), cache_calibration(source)
     dtype = shape.dtype if dtype == "auto" else dtype
     kind = SAFETENSORS_NAMES[dtype]
+    check_unified(shape, scheme, backend=backend)
     modules = model_modules(shape)
-    check_unified(modules, scheme, backend=backend)
     formats = {module.name: scheme.format_of(module.name) for module in modules.linears}
     if already is None:
         _check_calibration(formats, scheme, calibration)
@@ -138,6 +138,7 @@ def convert_unified(
         overflows=tuple(
             OverflowedTensor(0, name, lost.count, lost.largest) for name, lost in sorted(place.overflows.items())
         ),
+        kv_amax=numbers,
         extents={name: place.extents[name] for name in sorted(place.extents)},
         workers=workers,
         memory_needed=workers * _memory_each(modules, formats),
