@@ -237,6 +237,10 @@ class _Build:
         if self.recipe.checkpoint_layout == "tensorrt_llm":
             scheme = source.scheme(Scheme.of(self.recipe.quantization))
             check_shapes(source.shape, scheme, self.recipe.parallel.tensor)
+        elif source.quantization is None:
+            from lpxbuild.checkpoint.unified import check_unified
+
+            check_unified(source.shape, Scheme.of(self.recipe.quantization), backend=self.recipe.backend)
         if self._has("engine"):
             from lpxbuild.engine import check_features, check_positions
             from lpxbuild.families import attention_features
