@@ -8,7 +8,7 @@ from lpxbuild.engine.openvino.constants import Constants
 from lpxbuild.engine.openvino.inputs import Inputs
 from lpxbuild.engine.openvino.linears import Linears
 from lpxbuild.engine.openvino.masks import Masks
-from lpxbuild.engine.openvino.nodes import integer, integers, number, soft_capped
+from lpxbuild.engine.openvino.nodes import integer, integers, number, point, soft_capped
 from lpxbuild.engine.openvino.norms import normed
 from lpxbuild.engine.openvino.rotary import Rotary
 from lpxbuild.engine.openvino.weights import MergedWeights
@@ -46,8 +46,8 @@ class Attention:
         matrices = self._weights.qkv(layer)
         biases = self._weights.qkv_bias(layer) or (None, None, None)
         projected = []
-        for matrix, bias, count, norm in zip(matrices, biases, heads, norms):
-            value = self._linears.apply(hidden, matrix, bias)
+        for part, matrix, bias, count, norm in zip("qkv", matrices, biases, heads, norms):
+            value = point(self._linears.apply(hidden, matrix, bias), f"layers.{layer}.attention.{part}")
             value = op.reshape(value, integers(0, 0, count, shape.head_size), True)
             if norm is not None and shape.qk_norm:
                 value = self._norm(layer, norm, value)
@@ -59,10 +59,11 @@ class Attention:
         value = self._repeated(self._cached(value, f"past_key_values.{layer}.valuepresent.{layer}.value"))
         attended = op.transpose(self.attend(layer, query, key, value), integers(0, 2, 1, 3))
         size = shape.num_attention_heads * shape.head_size
-        attended = op.reshape(attended, integers(0, 0, size), True)
+        attended = point(op.reshape(attended, integers(0, 0, size), True), f"layers.{layer}.attention.context")
         # The bias of a row-parallel layer lies whole on every rank and is added once.
         bias = self._weights.whole(layer, "attention.dense.bias") if shape.dense_bias else None
-        return self._linears.apply(attended, self._weights.row_parallel(layer, "attention.dense", size), bias)
+        dense = self._linears.apply(attended, self._weights.row_parallel(layer, "attention.dense", size), bias)
+        return point(dense, f"layers.{layer}.attention.dense")
 
     def attend(self, layer: int, query: Any, key: Any, value: Any) -> Any:
         """Scaled dot product of [batch, heads, tokens, head_size] under the layer's mask."""

@@ -14,7 +14,7 @@ from lpxbuild.engine.openvino.inputs import Inputs
 from lpxbuild.engine.openvino.linears import Linears
 from lpxbuild.engine.openvino.mlp import ACTIVATIONS, Mlp
 from lpxbuild.engine.openvino.moe import Experts
-from lpxbuild.engine.openvino.nodes import integer, number, scaled, soft_capped
+from lpxbuild.engine.openvino.nodes import integer, number, point, scaled, soft_capped
 from lpxbuild.engine.openvino.norms import normed
 from lpxbuild.engine.openvino.weights import MergedWeights, missing
 from lpxbuild.errors import SourceError
@@ -62,13 +62,13 @@ class DecoderGraph:
 
         embedding, head = self.weights.embedding(), self.weights.lm_head()
         table = self.linears.table(embedding)
-        hidden = self._embedded(table)
+        hidden = point(self._embedded(table), "embedding")
         for layer in range(self.shape.num_hidden_layers):
-            hidden = self._layer(layer, hidden)
+            hidden = point(self._layer(layer, hidden), f"layers.{layer}")
         weight = self.weights.final("ln_f.weight")
         if weight is None:
             raise missing("transformer.ln_f.weight")
-        hidden = self._normed(hidden, weight, self.weights.final("ln_f.bias"))
+        hidden = point(self._normed(hidden, weight, self.weights.final("ln_f.bias")), "ln_f")
         head_node = table if _same(embedding, head) else self.linears.table(head)
         logits = op.matmul(hidden, head_node, False, True)
         if self.shape.logits_divisor != 1.0:
@@ -93,24 +93,27 @@ class DecoderGraph:
         from openvino import opset13 as op
 
         shape = self.shape
-        before = self._norm(layer, "input_layernorm", hidden)
+        before = point(self._norm(layer, "input_layernorm", hidden), f"layers.{layer}.input_layernorm")
         attended = self.attention(layer, before)
         if shape.parallel_attention:
             if shape.num_ln_in_parallel_attn == 2:
-                before = self._norm(layer, "mlp_layernorm", hidden)
+                before = self._before_mlp(layer, "mlp_layernorm", hidden)
             return op.add(hidden, op.add(self._mlp(layer, before), attended))
         if shape.sandwich_norms:
             hidden = op.add(hidden, self._norm(layer, "post_layernorm", attended))
-            before = self._norm(layer, "pre_feedforward_layernorm", hidden)
+            before = self._before_mlp(layer, "pre_feedforward_layernorm", hidden)
             return op.add(hidden, self._norm(layer, "post_feedforward_layernorm", self._mlp(layer, before)))
         hidden = op.add(hidden, scaled(attended, shape.residual_multiplier))
-        before = self._norm(layer, "post_layernorm", hidden)
+        before = self._before_mlp(layer, "post_layernorm", hidden)
         return op.add(hidden, scaled(self._mlp(layer, before), shape.residual_multiplier))
 
     def _mlp(self, layer: int, hidden: Any) -> Any:
         if self.experts is None or (self.shape.moe is not None and layer in self.shape.moe.dense_layers):
-            return self.mlp(layer, hidden)
-        return self.experts(layer, hidden)
+            return point(self.mlp(layer, hidden), f"layers.{layer}.mlp")
+        return point(self.experts(layer, hidden), f"layers.{layer}.mlp")
+
+    def _before_mlp(self, layer: int, name: str, hidden: Any) -> Any:
+        return point(self._norm(layer, name, hidden), f"layers.{layer}.post_layernorm")
 
     def _norm(self, layer: int, name: str, hidden: Any) -> Any:
         weight = self.weights.required(layer, f"{name}.weight")

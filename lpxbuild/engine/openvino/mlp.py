@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lpxbuild.engine.openvino.linears import Linears
+from lpxbuild.engine.openvino.nodes import point
 from lpxbuild.engine.openvino.weights import MergedWeights
 from lpxbuild.families import ModelShape
 
@@ -31,10 +32,19 @@ class Mlp:
         self._linears = linears
 
     def __call__(self, layer: int, hidden: Any) -> Any:
-        return self.gated(layer, "mlp", hidden, self._shape.intermediate_size, kind=self._shape.mlp)
+        return self.gated(layer, "mlp", hidden, self._shape.intermediate_size, kind=self._shape.mlp, points=True)
 
     def gated(
-        self, layer: int, module: str, hidden: Any, size: int, *, kind: str, expert: int = 0, bias: bool | None = None
+        self,
+        layer: int,
+        module: str,
+        hidden: Any,
+        size: int,
+        *,
+        kind: str,
+        expert: int = 0,
+        bias: bool | None = None,
+        points: bool = False,
     ) -> Any:
         """An MLP of the inner size `size` whose tensors are `module`.fc and so on; TensorRT-LLM's fc is HF's
         gate_proj in a gated one, and of a fused one the second half is activated."""
@@ -51,13 +61,18 @@ class Mlp:
                 hidden, matrix, weights.by_rows(layer, f"{full}.bias", half=part) if has_bias else None
             )
 
+        def named(value: Any, part: str) -> Any:
+            return point(value, f"layers.{layer}.{module}.{part}") if points else value
+
         if kind == "plain":
-            inner = activated(self._shape.hidden_act, rows("fc"))
+            inner = activated(self._shape.hidden_act, named(rows("fc"), "fc"))
         elif kind == "fused":
-            up, gate = rows("fc", halves=2, half=0), rows("fc", halves=2, half=1)
+            up, gate = named(rows("fc", halves=2, half=0), "up"), named(rows("fc", halves=2, half=1), "gate")
             inner = op.multiply(up, activated(self._shape.hidden_act, gate))
         else:
-            inner = op.multiply(activated(self._shape.hidden_act, rows("fc")), rows("gate"))
+            gate, up = named(rows("fc"), "gate"), named(rows("gate"), "up")
+            inner = op.multiply(activated(self._shape.hidden_act, gate), up)
+        inner = named(inner, "inner")
         matrix = weights.row_parallel(layer, f"{module}.proj", size, expert=expert)
         # The bias of a row-parallel layer lies whole on every rank and is added once.
         return linears.apply(inner, matrix, weights.whole(layer, f"{module}.proj.bias") if has_bias else None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lpxbuild.engine.openvino.constants import Constants
 from lpxbuild.engine.openvino.mlp import Mlp
-from lpxbuild.engine.openvino.nodes import integer, integers, number
+from lpxbuild.engine.openvino.nodes import integer, integers, number, point
 from lpxbuild.engine.openvino.weights import MergedWeights
 from lpxbuild.families.shape import MixtureOfExperts
 
@@ -57,7 +57,8 @@ class Experts:
         from openvino import opset13 as op
 
         router = self._constants.exact(self._weights.required(layer, "mlp.router.weight"))
-        probabilities = op.softmax(op.matmul(flat, router, False, True), 1)
+        scores = point(op.matmul(flat, router, False, True), f"layers.{layer}.mlp.router")
+        probabilities = op.softmax(scores, 1)
         top = op.topk(probabilities, integer(self._moe.top_k), 1, "max", "value", "i64")
         chosen = top.output(0)
         if self._moe.renormalize:

@@ -47,6 +47,12 @@ def parameter(name: str, element_type: Any, rank: int) -> Any:
     return node
 
 
+def point(value: Any, name: str) -> Any:
+    """The value, findable in the saved model by the tensor name "lpx/NAME": where `lpx verify` looks into the graph."""
+    value.output(0).add_names({f"lpx/{name}"})
+    return value
+
+
 def scaled(value: Any, factor: float) -> Any:
     """value × factor; the value itself where the factor is 1."""
     from openvino import opset13 as op
