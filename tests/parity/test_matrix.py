@@ -23,8 +23,18 @@ from lpxbuild.quantization import FORMATS, check_shapes
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
 
+# The first test waits for the reference: torch, and 16 models with the weights of ten formats.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BOUND = 1e-4
+KEY_AMAX = 896.0
+# KV cache → its scale, in turn over the cells: the keys are the larger half.
+CACHE_SCALES = {
+    "none": None,
+    "fp8": np.float32(KEY_AMAX) / np.float32(448),
+    "int8": np.float32(KEY_AMAX) / np.float32(127),
+}
 FAMILIES = (
     "falcon",
     "gemma",
@@ -119,12 +129,14 @@ def calibration_of(folder: Path) -> Calibration:
         for module, values in factors.items():
             tensors[f"{module}.input_quantizer._pre_quant_scale"] = values
             tensors[f"{module}.input_quantizer._amax"] = np.array(4.0, np.float32)
+            attention = module.rpartition(".")[0]
+            tensors[f"{attention}.k_bmm_quantizer._amax"] = np.array(KEY_AMAX, np.float32)
+            tensors[f"{attention}.v_bmm_quantizer._amax"] = np.array(KEY_AMAX / 2, np.float32)
     return Calibration(tensors)
 
 
-def converted(folder: Path, place: Path, format_: str, tensor: int, pipeline: int) -> Path:
+def converted(folder: Path, place: Path, scheme: Scheme, tensor: int, pipeline: int) -> Path:
     """What the build does up to the checkpoint, its refusals included."""
-    scheme = Scheme(format=format_)
     checked = source.check(
         folder,
         origin=folder.name,
@@ -174,8 +186,14 @@ def logits(folder: Path, ids: np.ndarray, scratch: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(("family", "format_", "tensor", "pipeline"), CELLS)
 def test_logits(family: str, format_: str, tensor: int, pipeline: int, models: Path, tmp_path: Path) -> None:
-    place = converted(models / family, tmp_path / "checkpoint", format_, tensor, pipeline)
+    kv_cache = list(CACHE_SCALES)[ALL.index((family, format_, tensor, pipeline)) % 3]
+    place = converted(models / family, tmp_path / "checkpoint", Scheme(format_, kv_cache), tensor, pipeline)
     assert len(list(place.glob("rank*.safetensors"))) == tensor * pipeline
+    if kv_cache != "none":
+        stored = checkpoint.read(place)
+        for rank, layer in product(range(tensor * pipeline), range(2 // pipeline)):
+            scale = stored.tensor(f"transformer.layers.{layer}.attention.kv_cache_scaling_factor", rank)
+            np.testing.assert_array_equal(scale, [CACHE_SCALES[kv_cache]])
     with np.load(models / family / "logits.npz") as reference:
         found = logits(place, reference["ids"], tmp_path / "scratch")
         wanted = reference[f"{format_}-{tensor}" if format_.endswith("_wo") else format_]
@@ -192,7 +210,7 @@ def test_cells_that_tensorrt_llm_cannot_run_are_refused(
 ) -> None:
     """Before anything is written, with what would work."""
     with pytest.raises(LpxError) as refusal:
-        converted(models / family, tmp_path / "checkpoint", format_, 1, pipeline)
+        converted(models / family, tmp_path / "checkpoint", Scheme(format_), 1, pipeline)
     assert family in str(refusal.value)
     assert refusal.value.next
     assert not (tmp_path / "checkpoint").exists()
