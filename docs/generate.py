@@ -105,12 +105,20 @@ def formats() -> str:
 
 def families() -> str:
     from lpxbuild.engine import BACKENDS
+    from lpxbuild.families.family import Family
     from lpxbuild.families.table import markdown
+    from lpxbuild.quantization.sizes import NOT_FOR_EXPERTS
 
-    return markdown(
-        BACKENDS["openvino"].attention,
-        lambda family: "all but `int8_sq`, `fp8_pc_pt`" if family.has_experts else "all",
-    )
+    def formats(family: Family) -> str:
+        missing = sorted({*(NOT_FOR_EXPERTS if family.has_experts else ()), *_not_for_norm(family.norm)})
+        return f"all but {', '.join(f'`{name}`' for name in missing)}" if missing else "all"
+
+    return markdown(BACKENDS["openvino"].attention, formats)
+
+
+def _not_for_norm(norm: str) -> tuple[str, ...]:
+    # quantization.check_shapes refuses it: the inputs are quantized inside RMSNorm.
+    return ("fp8_pc_pt",) if norm == "layer" else ()
 
 
 def request_inputs() -> str:
