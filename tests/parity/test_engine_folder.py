@@ -322,7 +322,7 @@ def watch():
     while not done.wait(0.002):
         peak[0] = max(peak[0], anonymous())
 before = anonymous()
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 sizes = SimpleNamespace(**{vars(Sizes())!r})
 compile_engine("openvino", Path({str(tmp_path / "checkpoint")!r}), Path({str(tmp_path / "engine")!r}), limits=sizes,
