@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import unified_reference as reference
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPORTS = ("none", "fp8-kv", "int8_sq", "int4_awq-g64", "nvfp4")
+EXPORTS = ("none", "fp8-kv", "int4_awq-g64", "nvfp4")
 
 
 @pytest.mark.full
 def test_every_tensor_has_the_bits_of_modelopt(tmp_path: Path, reference_python: Path, smollm2: Path) -> None:
-    """Weights that were trained, calibrated on a few tokens (two minutes): 576 features, 3 KV heads, a tied head."""
+    """Weights that were trained, calibrated on a few tokens (three minutes): 576 features, 3 KV heads, a tied head."""
     bf16 = tmp_path / "bf16"
     convert_unified(
         source.check(smollm2, origin="smollm2", need_tokenizer=False, output=Output.quiet()),
@@ -38,7 +38,7 @@ def test_every_tensor_has_the_bits_of_modelopt(tmp_path: Path, reference_python:
         [reference_python, script, tmp_path / "theirs", f"{bf16}:{','.join(EXPORTS)}"],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "theirs" / "bf16.json").read_text())["exports"]
