@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lpxbuild.checkpoint import convert
 from lpxbuild.checkpoint.unified import convert_unified
@@ -413,6 +415,47 @@ def test_another_dtype_is_no_reason_to_touch_the_files(tmp_path: Path) -> None:
     output = Output.quiet()
     convert_unified(source_of("awq"), tmp_path / "c", dtype="bfloat16", output=output)
     assert "float16, not bfloat16" in output.notices[0]
+
+
+# transformers -------------------------------------------------------------------------------------------------------
+
+EXACT_INPUTS = ("ct_w4a16_group", "ct_w4a16_channel")
+"""Sources whose inputs are not quantized: transformers computes with what their weights stand for, and nothing else.
+(It does not load zero points of compressed-tensors.)"""
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory, reference_python: Path) -> Path:
+    """Passed-on checkpoints, and plain ones of what their weights stand for, each with transformers' logits."""
+    known = subprocess.run([reference_python, "-c", "import compressed_tensors"], capture_output=True)
+    if known.returncode:
+        pytest.skip("the reference environment has no compressed-tensors, without which transformers loads none of it")
+    folder = tmp_path_factory.mktemp("loaded")
+    for name in EXACT_INPUTS:
+        convert_unified(source_of(name), folder / name, dtype="auto", backend="vllm", output=Output.quiet())
+        stored = tensors_of(folder / name / "model.safetensors")
+        plain = {
+            key: f32(values) for key, values in stored.items() if key.endswith(("embed_tokens.weight", "norm.weight"))
+        }
+        plain |= {key: f32(values) for key, values in stored.items() if key == "lm_head.weight"}
+        plain |= {f"{module}.weight": FORMULAS[name](stored, module) for module in SHAPES}
+        (folder / f"{name}-plain").mkdir()
+        config = json.loads((folder / name / "config.json").read_text())
+        config.pop("quantization_config")
+        (folder / f"{name}-plain" / "config.json").write_text(json.dumps(config))
+        save_file(plain, folder / f"{name}-plain" / "model.safetensors", metadata={"format": "pt"})
+    script = Path(__file__).parents[1] / "reference" / "folder_logits.py"
+    folders = [folder / name for plain in EXACT_INPUTS for name in (plain, f"{plain}-plain")]
+    done = subprocess.run([reference_python, script, *folders], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXACT_INPUTS)
+def test_transformers_loads_what_was_passed_on(name: str, loaded: Path) -> None:
+    found, expected = (np.load(loaded / folder / "logits.npy") for folder in (name, f"{name}-plain"))
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 # Refusals ---------------------------------------------------------------------------------------------------------
