@@ -43,7 +43,12 @@ def _spelled_out(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _further(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     local = positive_float(_spelled_out(config), "rope_local_base_freq")
-    return {**caps_and_scale(config, shape), "rotary_local_base": local if shape.sliding_window else None}
+    return {**_capped(config, shape), "rotary_local_base": local if shape.sliding_window else None}
+
+
+def _capped(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """transformers' class reads attn_logit_softcapping and does not use it."""
+    return {**caps_and_scale(config, shape), "attn_softcap": None}
 
 
 def _pattern(shape: ModelShape) -> int | None:
@@ -90,7 +95,7 @@ def _rebuild(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     types = [SLIDING if (layer + 1) % pattern else FULL for layer in range(shape.num_hidden_layers)]
     window, kinds = (None, None) if config["sliding_window"] is None else window_of(types, config["sliding_window"])
     return {
-        **caps_and_scale(config, shape),
+        **_capped(config, shape),
         "rotary_local_base": config["rope_local_base_freq"],
         "sliding_window": window,
         "layer_types": kinds,
@@ -100,7 +105,7 @@ def _rebuild(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM",),
-    attention=("sliding_window", "mixed_layers", "two_rope_bases", "soft_cap"),
+    attention=("sliding_window", "mixed_layers", "two_rope_bases"),
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,

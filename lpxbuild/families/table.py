@@ -17,7 +17,7 @@ TensorRT-LLM knows the architecture under the same name.
 - **Attention** beyond plain causal attention with one scale, and what executes it under `backend: openvino`
   ([attention-features.md](attention-features.md)); a feature that a model's config does not use does not count, and
   `long_rope` only counts for sequences longer than the model was trained for at first.
-- **Formats**: what `quantization.format` can be; the sizes that its kernels take: [formats.md](formats.md).
+- **Formats** of `backend: tensorrt` and `openvino`; the sizes that their kernels take: [formats.md](formats.md).
 - **Checked against**: *oracle* = every tensor bit for bit against NVIDIA ModelOpt's export; *transformers' logits* =
   the checkpoint, read back and run by the embedded engine in float32, against transformers on the same weights.
   Nothing here has been built by TensorRT-LLM itself: its class names, fields and layouts are derived from its sources.

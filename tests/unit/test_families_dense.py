@@ -136,6 +136,11 @@ class TestGemma3:
             "two_rope_bases",
         )
 
+    def test_scores_have_no_cap_whatever_the_config_says(self) -> None:
+        """transformers' class reads the key and does not use it."""
+        found = shape("gemma3_text", attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+        assert (found.attn_softcap, found.final_softcap) == (None, 30.0)
+
     def test_attention_to_both_sides_is_refused(self) -> None:
         with pytest.raises(SourceError, match="use_bidirectional_attention is true"):
             shape("gemma3_text", use_bidirectional_attention=True)
