@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from lpxbuild.checkpoint.config import shape_from_config, trtllm_config
 from lpxbuild.checkpoint.layout import plan
+from lpxbuild.checkpoint.quantized_config import linear_formats, quantization_fields
 from lpxbuild.errors import SourceError
 from lpxbuild.families import ModelShape, check_parallel, families, family_for, tensor_parallel_sizes
 from lpxbuild.quantization.scheme import Scheme
@@ -284,3 +286,22 @@ class TestTrtllmConfig:
     def test_the_way_back(self, family: str) -> None:
         model = shape(family) if family == "mixtral" else shape(family, mlp_only_layers=[0], norm_topk_prob=True)
         assert shape_from_config(self.config(model)) == model
+
+
+@pytest.mark.parametrize("exclude", [(), ("model.layers.0.self_attn.*",)])
+def test_weight_only_leaves_the_gate_of_the_shared_expert_alone(exclude: tuple[str, ...]) -> None:
+    """TensorRT-LLM's builder quantizes what has one of five ends in its name and fits no pattern; where
+    exclude_modules is null, *shared_expert_gate.weight is its only pattern (models/convert_utils.py)."""
+    scheme = Scheme("int8_wo", exclude=exclude)
+    tensors = list(plan(shape("qwen2_moe"), 2, 1))
+    patterns = quantization_fields(linear_formats(tensors, scheme), scheme)["exclude_modules"]
+    ends = ("qkv.weight", "dense.weight", "fc.weight", "proj.weight", "gate.weight")
+    quantized = {
+        item.name
+        for item in tensors
+        if any(end in item.name for end in ends)
+        and not any(fnmatchcase(item.name, pattern) for pattern in patterns or ["*shared_expert_gate.weight"])
+    }
+    linears = {item.name for item in tensors if item.linear is not None}
+    left = {name for name in linears if exclude and name.startswith("transformer.layers.0.attention.")}
+    assert quantized == linears - left
