@@ -103,11 +103,12 @@ BACKENDS: dict[str, Backend] = {
         },
         refused={
             "long_rope": "its RoPE factors change when a sequence grows beyond the length that the model was trained "
-            "for (original_max_position_embeddings); transformers computes the whole sequence anew there, which an "
+            "for; transformers computes the whole sequence anew there, which an "
             "engine with a KV cache cannot; up to that length it is exact",
         },
         advice={
-            "long_rope": "set limits.max_seq_len to at most original_max_position_embeddings of the model's config.json"
+            "long_rope": "set limits.max_seq_len to at most original_max_position_embeddings of the model's "
+            "config.json (max_position_embeddings where rope_scaling is dynamic)"
         },
     ),
 }
