@@ -165,6 +165,10 @@ class TestRefusals:
         with pytest.raises(SourceError, match=r"q_proj has 128 input features, int4_awq needs a multiple of 48"):
             check_unified(llama.shape, Scheme("int4_awq", group_size=48))
 
+    def test_groups_of_w4a8(self, llama: Source) -> None:
+        with pytest.raises(RecipeError, match="group_size 64 does not fit w4a8_awq"):
+            check_unified(llama.shape, Scheme("w4a8_awq", group_size=64))
+
     def test_what_vllm_would_misread(self, llama: Source) -> None:
         mixed = Scheme("fp8", overrides={"*mlp*": "fp8_pc_pt"})
         check_unified(llama.shape, mixed, backend="pytorch")
@@ -353,6 +357,39 @@ def test_rows_are_those_of_the_whole(llama: Source, tmp_path: Path) -> None:
             whole = reader.weight(name)
             assert whole.shape == reader.shape(name) == tuple(llama.tensors[name].shape)
             assert np.array_equal(reader.rows(name, 10, 26), whole[10:26])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("export", ["fp8-kv", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4", "w4a16_nvfp4"])
+def test_other_types_of_the_unquantized_weights(llama: Source, tmp_path: Path, export: str, dtype: str) -> None:
+    """From the bfloat16 source: what is wider holds the same numbers, and scales of 16-bit numbers are the same."""
+    found = {}
+    for name in ("bfloat16", dtype):
+        convert_unified(
+            llama,
+            tmp_path / name,
+            dtype=name,
+            scheme=reference.SCHEMES[export],
+            calibration=reference.calibration("llama", export),
+            output=Output.quiet(),
+        )
+        found[name] = reference.stored(tmp_path / name)
+    assert set(found[dtype]) == set(found["bfloat16"])
+    kind = {"float16": "F16", "float32": "F32"}[dtype]
+    assert {found[dtype][name][0] for name in ("lm_head.weight", "model.norm.weight")} == {kind}
+    ours, theirs = (read_unified(tmp_path / name) for name in (dtype, "bfloat16"))
+    for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.self_attn.o_proj.weight", "lm_head.weight"):
+        # A number between two steps may go either way: the widest are 2 of E2M1's 6, 1 of INT4's 7, 32 of E4M3's 448.
+        step = np.abs(theirs.weight(name)).max() / (3 if "4" in export else 14)
+        assert np.abs(ours.weight(name) - theirs.weight(name)).max() <= step * 1.01, name
+
+
+def test_files_of_other_tools_are_not_read_as_this_layout(llama: Source, tmp_path: Path) -> None:
+    folder = convert(llama, tmp_path / "out", "none")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(SourceError, match="quant_method gptq"):
+        read_unified(folder)
 
 
 def test_formats_are_named(llama: Source, tmp_path: Path) -> None:

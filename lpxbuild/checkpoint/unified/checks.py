@@ -8,6 +8,7 @@ from lpxbuild.checkpoint.unified.quant_config import NVFP4_GROUP
 from lpxbuild.errors import RecipeError, SourceError
 from lpxbuild.families import ModelShape
 from lpxbuild.quantization.scheme import Scheme
+from lpxbuild.quantization.sizes import W4A8_GROUP
 
 MIXED_BY_VLLM = ("fp8", "nvfp4", "w4a16_nvfp4")
 """Formats that vLLM looks for in MIXED_PRECISION; layers of any other it would take for unquantized."""
@@ -45,6 +46,12 @@ def check_unified(shape: ModelShape, scheme: Scheme, *, backend: str | None = No
                 why=f"formats that have one: none, {', '.join(ENCODINGS)}",
                 next="choose one of these, or backend tensorrt or openvino",
             )
+    if "w4a8_awq" in used and scheme.group_size != W4A8_GROUP:
+        raise RecipeError(
+            f"quantization.group_size {scheme.group_size} does not fit w4a8_awq",
+            why=f"the kernel has a scale for each {W4A8_GROUP} input features",
+            next=f"set quantization.group_size to {W4A8_GROUP}",
+        )
     for group in modules.groups:
         _check_group(group, scheme)
     _check_experts(modules, scheme)

@@ -21,7 +21,6 @@ from lpxbuild.checkpoint.reexpress_unified import (
     QuantizedWork,
     cache_calibration,
     modelopt_scheme,
-    parameters,
     unchanged,
 )
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
@@ -132,7 +131,7 @@ def convert_unified(
     report = ConversionReport(
         dtype=dtype,
         quantization_format=scheme.format,
-        parameters=sum(prod(entry.shape) for entry in used) if already is None else parameters(source),
+        parameters=sum(prod(entry.shape) for entry in used) if already is None else source.parameters,
         ranks=tuple(RankStatistics(shard.path.name, shard.size, len(shard.offsets)) for shard in shards),
         casts=dict(Counter(entry.dtype for entry in used if entry.dtype != kind)),
         overflows=tuple(
@@ -166,7 +165,7 @@ def _pass_through(
     total = sum(file.stat().st_size for file in {entry.file for entry in source.tensors.values()})
     with output.progress("checkpoint", total) as advance:
         passed = pass_through(source, destination, advance=advance)
-    return replace(passed, parameters=parameters(source), seconds=time.perf_counter() - started)
+    return replace(passed, parameters=source.parameters, seconds=time.perf_counter() - started)
 
 
 def _check_calibration(formats: Mapping[str, str], scheme: Scheme, calibration: Calibration | None) -> None:

@@ -51,6 +51,13 @@ class UnifiedReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = _json(path / "config.json")
+        method = (self.config.get("quantization_config") or {}).get("quant_method", "modelopt")
+        if method != "modelopt":
+            raise SourceError(
+                f"{path} holds the files of another tool, quant_method {method}",
+                why="a source that is quantized already goes through as it is",
+                next="read its weights from the source",
+            )
         file = path / "hf_quant_config.json"
         self.quantization: Mapping[str, Any] = _json(file)["quantization"] if file.is_file() else {}
         self._entries = {}
