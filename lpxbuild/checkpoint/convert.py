@@ -137,7 +137,9 @@ def convert(
     report = ConversionReport(
         dtype=dtype,
         quantization_format=scheme.format,
-        parameters=sum(prod(source.tensors[name].shape) for name in used),
+        parameters=sum(prod(source.tensors[name].shape) for name in used)
+        if source.quantization is None
+        else source.parameters,
         ranks=tuple(RankStatistics(file.path.name, file.size, len(by_rank[rank])) for rank, file in files.items()),
         casts=dict(Counter(found for name in used if (found := source.tensors[name].dtype) != kind)),
         overflows=overflows,
@@ -203,7 +205,9 @@ def _plan_resources(
     Raises:
         HostError: not even one fits, or the disk is too small.
     """
-    largest = max(source.tensors[name].nbytes for name in _read(source, tensors))
+    stored = () if source.quantization is None else source.quantization.expected
+    names = {*_read(source, tensors), *(name for name in stored if name in source.tensors)}
+    largest = max(source.tensors[name].nbytes for name in names)
     fit, needed, available = fitting_workers(workers, memory_each=WORKER_BYTES, largest_mapping=largest)
     if fit == 0:
         raise HostError(

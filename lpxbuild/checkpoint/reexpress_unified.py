@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,14 +41,6 @@ def unchanged(quantization: SourceQuantization, backend: str | None) -> bool:
     if backend != "pytorch" or backend in quantization.loaders:
         return True
     return any(linear.format not in FORMS for linear in quantization.linears.values())
-
-
-def parameters(source: Source) -> int:
-    """Elements of the model that a quantized source stands for."""
-    assert source.quantization is not None
-    stored = source.quantization.expected
-    plain = sum(prod(entry.shape) for name, entry in source.tensors.items() if name not in stored)
-    return plain + sum(prod(linear.shape) for linear in source.quantization.linears.values())
 
 
 def modelopt_scheme(quantization: SourceQuantization) -> Scheme:

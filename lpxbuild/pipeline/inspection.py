@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lpxbuild.errors import UsageError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import manifest as manifests
 from lpxbuild.pipeline.host import mb
+
+if TYPE_CHECKING:
+    from lpxbuild.source import Source
 
 
 @dataclass(frozen=True)
@@ -152,18 +155,33 @@ def _model_folder(path: Path, output: Output) -> dict[str, Any]:
     from lpxbuild.families import tensor_parallel_sizes
 
     checked = source.check(path, origin=str(path), need_tokenizer=False, output=output)
-    parameters = sum(_elements(entry.shape) for entry in checked.tensors.values())
     return {
         "architecture": checked.shape.architecture,
         "revision": checked.revision,
-        "parameters": parameters,
+        "parameters": checked.parameters,
         "bytes": sum(entry.nbytes for entry in checked.tensors.values()),
         "tensors": len(checked.tensors),
+        "quantization": _quantization(checked),
         "model": _model(checked.shape),
         "end_ids": list(checked.end_ids),
         "pad_id": checked.pad_id,
         "tensor_parallel_sizes": list(tensor_parallel_sizes(checked.shape)),
         "notices": list(checked.notices),
+    }
+
+
+def _quantization(checked: Source) -> dict[str, Any] | None:
+    found = checked.quantization
+    if found is None:
+        return None
+    return {
+        "method": found.method,
+        "format": found.format,
+        "group_size": found.group_size,
+        "kv_cache": found.kv_cache,
+        "layouts": list(found.layouts),
+        "loads the files as they are": list(found.loaders),
+        "unquantized": list(found.unquantized),
     }
 
 
@@ -185,13 +203,6 @@ def _model(shape: Any) -> dict[str, Any]:
     }
     known = {name: value for name, value in asdict(shape).items() if value is not None}
     return {**known, "attention_features": list(features), "executor": executors}
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 KINDS = (

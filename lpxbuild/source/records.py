@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,15 @@ class Source:
     bos_id: int | None
     notices: tuple[str, ...]
     quantization: SourceQuantization | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model; of a quantized source, of what its tensors stand for."""
+        if self.quantization is None:
+            return sum(prod(entry.shape) for entry in self.tensors.values())
+        stored = self.quantization.expected
+        plain = sum(prod(entry.shape) for name, entry in self.tensors.items() if name not in stored)
+        return plain + sum(prod(linear.shape) for linear in self.quantization.linears.values())
 
     def scheme(self, asked: Scheme) -> Scheme:
         """What a checkpoint of it gets: its own quantization where it has one, else the recipe's."""
