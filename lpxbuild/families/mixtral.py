@@ -29,6 +29,7 @@ def _rebuild(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
+    checked_against="oracle, transformers' logits",
     attention=("sliding_window",),
     defaults={
         "max_position_embeddings": 131072,

@@ -34,7 +34,7 @@ def _rebuild(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
-    attention=("sliding_window", "mixed_layers"),
+    attention=("sliding_window",),
     defaults={
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
