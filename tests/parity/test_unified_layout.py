@@ -160,6 +160,16 @@ class TestRefusals:
             check_unified(source.shape, Scheme("fp8", exclude=("*.experts.1.*",)))
         check_unified(source.shape, Scheme("fp8", exclude=("*.experts.*",)))
 
+    def test_formats_of_experts_that_no_kernel_loads(self, tmp_path: Path) -> None:
+        source = reference.checked(reference.write_source("mixtral", tmp_path / "in"))
+        for backend, name in (("vllm", "fp8_pc_pt"), ("pytorch", "int4_awq"), ("pytorch", "fp8_pc_pt")):
+            check_unified(source.shape, Scheme(name))
+            check_unified(source.shape, Scheme(name, exclude=("*.experts.*",)), backend=backend)
+            with pytest.raises(RecipeError, match=f"{name} does not fit .*experts.0.w3, an expert") as error:
+                check_unified(source.shape, Scheme(name), backend=backend)
+            assert "fp8, nvfp4" in str(error.value)
+        check_unified(source.shape, Scheme("fp8", "fp8"), backend="vllm")
+
     def test_groups_that_do_not_fit(self, llama: Source) -> None:
         """128 input features: 48 is no divisor."""
         with pytest.raises(SourceError, match=r"q_proj has 128 input features, int4_awq needs a multiple of 48"):

@@ -13,6 +13,10 @@ from lpxbuild.quantization.sizes import W4A8_GROUP
 MIXED_BY_VLLM = ("fp8", "nvfp4", "w4a16_nvfp4")
 """Formats that vLLM looks for in MIXED_PRECISION; layers of any other it would take for unquantized."""
 
+FOR_EXPERTS = {"pytorch": ("fp8", "nvfp4"), "vllm": ("fp8", "nvfp4", "w4a16_nvfp4")}
+"""Formats that a backend's kernels for experts load from ModelOpt's layout. FP8 is per tensor there; TensorRT-LLM takes
+every INT4 format of experts for the one with FP8 inputs."""
+
 
 def check_unified(shape: ModelShape, scheme: Scheme, *, backend: str | None = None) -> None:
     """Refuse schemes that a unified checkpoint cannot express, or that the backend's loader would misread.
@@ -55,6 +59,8 @@ def check_unified(shape: ModelShape, scheme: Scheme, *, backend: str | None = No
     for group in modules.groups:
         _check_group(group, scheme)
     _check_experts(modules, scheme)
+    if backend in FOR_EXPERTS:
+        _check_kernels(modules, scheme, backend)
     quantized = [name for name in used if name != "none"]
     if backend == "vllm":
         _check_vllm(quantized, scheme)
@@ -103,6 +109,17 @@ def _check_experts(modules: Modules, scheme: Scheme) -> None:
                 f"the experts of layer {layer} have different formats ({listed})",
                 why="loaders run all experts of a layer as one kernel",
                 next="let a pattern of quantization.exclude or quantization.overrides name all experts of a layer",
+            )
+
+
+def _check_kernels(modules: Modules, scheme: Scheme, backend: str) -> None:
+    for group in modules.groups:
+        name = scheme.format_of(group.modules[0].name)
+        if group.experts is not None and name not in ("none", *FOR_EXPERTS[backend]):
+            raise RecipeError(
+                f"quantization format {name} does not fit {group.modules[0].name}, an expert, with backend {backend}",
+                why=f"formats of experts that it loads: {', '.join(FOR_EXPERTS[backend])}",
+                next="choose one of these, or leave the experts plain: quantization.exclude: ['*.experts.*']",
             )
 
 
