@@ -14,7 +14,7 @@ from lpxbuild.families import ModelShape, check_parallel, family_named, stage_la
 from lpxbuild.families.weights import Part, WeightRule, dimensions, expert_numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A block of a Hugging Face tensor that lies in a rank tensor from row `at` on.
 
@@ -35,7 +35,7 @@ class Piece:
     part_row: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LinearPart:
     """One matrix of a linear, whole: the query of a fused qkv, one expert's up projection.
 
@@ -55,7 +55,7 @@ class LinearPart:
     expert: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Linear:
     """A linear layer's weight before it is split: what scales are found over, and what a format may quantize.
 
@@ -72,7 +72,7 @@ class Linear:
     parts: tuple[LinearPart, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankTensor:
     """One tensor of one rank file. Rows that no piece covers are zero (vocabulary padding).
 
