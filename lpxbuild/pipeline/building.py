@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,9 +175,10 @@ class _Build:
             return
         folder = source_input.snapshot(given, self.cache.digests) if given.kind == "hub" else given.path
         if folder is None:
-            from lpxbuild.source import fetch
+            from lpxbuild.source import check_config, fetch
 
-            folder = fetch(given.location, given.revision, output=self.output)
+            accept = partial(check_config, **self._use())
+            folder = fetch(given.location, given.revision, accept=accept, output=self.output)
             source_input.remember_snapshot(given, folder, self.cache.digests)
         elif given.kind == "folder" and self.recipe.model.revision is not None:
             self.output.notice(f"model.revision {self.recipe.model.revision} has no meaning for a local source")
@@ -195,9 +197,20 @@ class _Build:
     def _first_after_source(self) -> Stage:
         return next((stage for stage in self.stages if stage.name != "source"), STAGES[0])
 
+    def _use(self) -> dict[str, Any]:
+        """What the source is for, as its checks ask."""
+        from lpxbuild.quantization.scheme import Scheme
+
+        return {
+            "tensor_parallel": self.recipe.parallel.tensor,
+            "pipeline_parallel": self.recipe.parallel.pipeline,
+            "layout": self.recipe.checkpoint_layout if self._has("checkpoint") else None,
+            "scheme": Scheme.of(self.recipe.quantization),
+            "backend": self.recipe.backend,
+        }
+
     def _checked_source(self) -> Source:
         if self._source is None:
-            from lpxbuild.quantization.scheme import Scheme
             from lpxbuild.source import check, is_quantized
 
             calibrated = self._has("calibration") and not is_quantized(self.paths["source"])
@@ -206,11 +219,7 @@ class _Build:
                 origin=self.input.origin,
                 revision=self.commit,
                 need_tokenizer=self.stages[-1].name not in ("source", "checkpoint") or calibrated,
-                tensor_parallel=self.recipe.parallel.tensor,
-                pipeline_parallel=self.recipe.parallel.pipeline,
-                layout=self.recipe.checkpoint_layout if self._has("checkpoint") else None,
-                scheme=Scheme.of(self.recipe.quantization),
-                backend=self.recipe.backend,
+                **self._use(),
                 output=self.output,
             )
         return self._source

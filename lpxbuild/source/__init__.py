@@ -5,17 +5,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lpxbuild.errors import SourceError
 from lpxbuild.output import Output
-from lpxbuild.source.checks import check
+from lpxbuild.source.checks import check, check_config
 from lpxbuild.source.folder import is_repository, read_config, tokenizer_files
 from lpxbuild.source.package import PREFIX, find_in_package
 from lpxbuild.source.quantized import settings_of
 from lpxbuild.source.records import Source, SourceFile, TensorEntry
 
-__all__ = ["Source", "SourceFile", "TensorEntry", "check", "fetch", "is_quantized", "local_file", "tokenizer_files"]
+__all__ = [
+    "Source",
+    "SourceFile",
+    "TensorEntry",
+    "check",
+    "check_config",
+    "fetch",
+    "is_quantized",
+    "local_file",
+    "tokenizer_files",
+]
 
 
 def is_quantized(folder: Path) -> bool:
@@ -54,7 +65,13 @@ def local_file(source: str) -> Path | None:
 
 
 def fetch(
-    source: str, revision: str | None, *, destination: Path | None = None, dtype: str = "auto", output: Output
+    source: str,
+    revision: str | None,
+    *,
+    destination: Path | None = None,
+    dtype: str = "auto",
+    accept: Callable[[Path], object] = check_config,
+    output: Output,
 ) -> Path:
     """A Hugging Face folder on this host.
 
@@ -64,6 +81,7 @@ def fetch(
         destination: where a `.gguf` is converted to (needed for one; must not exist or be empty), and where hub files
             go (None: the cache shared by Hugging Face tools). A folder is used where it lies.
         dtype: what a `.gguf` becomes: `auto`, `float32`, `bfloat16` or `float16`. Without meaning for the others.
+        accept: refuses a hub model by its small files, before its weights are downloaded.
 
     Raises:
         SourceError, HostError: with what, why and the next command.
@@ -72,7 +90,7 @@ def fetch(
     if path is None:
         from lpxbuild.source.hub import fetch_repository
 
-        return fetch_repository(source, revision, destination=destination, output=output)
+        return fetch_repository(source, revision, destination=destination, accept=accept, output=output)
     if revision is not None:
         output.notice(f"model.revision {revision} has no meaning for the local source {source}")
     if path.is_dir():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from lpxbuild.families import check_parallel, family_for
+from lpxbuild.families import Family, check_parallel, family_for
 from lpxbuild.output import Output
 from lpxbuild.quantization.formats import Layout
 from lpxbuild.quantization.scheme import Scheme
@@ -21,7 +22,7 @@ from lpxbuild.source.folder import (
     read_tensors,
     tokenizer_files,
 )
-from lpxbuild.source.quantized import check_settings, check_use, read_quantization, settings_of
+from lpxbuild.source.quantized import Settings, check_settings, check_use, read_quantization, settings_of
 from lpxbuild.source.records import Source, SourceFile
 from lpxbuild.source.tokens import check_vocabulary, read_vocabulary, special_ids
 from lpxbuild.source.weights import check_tied_head, dtype_notices, match_tensors, stored_dtype, with_prefix
@@ -61,13 +62,14 @@ def check(
         SourceError: names file, tensor or key, what was expected and found, and what to do.
     """
     path = Path(path)
-    config = read_config(path)
-    settings = settings_of(path, config)
-    family = family_for(config)
-    shape = family.model_shape(config)
-    check_parallel(shape, tensor_parallel, pipeline_parallel, layout=layout)
-    if settings is not None:
-        check_settings(settings, family, shape, layout=layout, scheme=scheme, backend=backend)
+    config, settings, family = check_config(
+        path,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        layout=layout,
+        scheme=scheme,
+        backend=backend,
+    )
     generation_config = read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {}
 
     revision = hub_revision(path) or revision
@@ -121,6 +123,33 @@ def check(
         notices=tuple(notices),
         quantization=quantization,
     )
+
+
+def check_config(
+    path: Path,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    layout: Layout | None = None,
+    scheme: Scheme | None = None,
+    backend: str | None = None,
+) -> tuple[dict[str, Any], Settings | None, Family]:
+    """What `check` can refuse by the small JSON files alone, as before gigabytes are downloaded.
+
+    Returns:
+        config.json, what it says of a quantization, and the family.
+
+    Raises:
+        SourceError: as `check`.
+    """
+    config = read_config(path)
+    settings = settings_of(path, config)
+    family = family_for(config)
+    shape = family.model_shape(config)
+    check_parallel(shape, tensor_parallel, pipeline_parallel, layout=layout)
+    if settings is not None:
+        check_settings(settings, family, shape, layout=layout, scheme=scheme, backend=backend)
+    return config, settings, family
 
 
 def hub_revision(path: Path) -> str | None:

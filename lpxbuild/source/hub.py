@@ -12,15 +12,15 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lpxbuild.errors import HostError, LpxError, SourceError
-from lpxbuild.families import family_for
 from lpxbuild.output import Output
+from lpxbuild.source.checks import check_config
 from lpxbuild.source.folder import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -30,9 +30,7 @@ from lpxbuild.source.folder import (
     SLOW_TOKENIZER_FILES,
     TOKENIZER_FILES,
     WEIGHTS,
-    read_config,
 )
-from lpxbuild.source.quantized import settings_of
 from lpxbuild.source.resume import preload
 
 SMALL_FILES = (
@@ -58,13 +56,21 @@ class _Repository:
     options: dict[str, Any]  # of every hf_hub_download call
 
 
-def fetch_repository(repository: str, revision: str | None, *, destination: Path | None, output: Output) -> Path:
+def fetch_repository(
+    repository: str,
+    revision: str | None,
+    *,
+    destination: Path | None,
+    accept: Callable[[Path], object] = check_config,
+    output: Output,
+) -> Path:
     """Download a model; what is there already, or partly, is not loaded again.
 
     Args:
         repository: hub id, `organisation/name`.
         revision: branch, tag or commit; None means `main`. The commit it stands for is what is downloaded.
         destination: folder for the files; None means the cache that all Hugging Face tools share.
+        accept: refuses a model by its small files, before its weights are downloaded.
 
     Returns:
         The folder; its commit is readable by `checks.hub_revision`.
@@ -89,9 +95,7 @@ def fetch_repository(repository: str, revision: str | None, *, destination: Path
         folder = Path(_download(found, small[0])).parent
         for name in small[1:]:
             _download(found, name)
-        config = read_config(folder)
-        settings_of(folder, config)  # refuse before gigabytes are on their way
-        family_for(config)
+        accept(folder)  # refuse before gigabytes are on their way
         weights = _weight_files(folder, found)
         total = sum(found.sizes[name] or 0 for name in weights if not (folder / name).exists())
         _check_space(folder, total)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -23,8 +24,9 @@ import pytest
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import building
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.recipe import Recipe
-from lpxbuild.source import check, fetch
+from lpxbuild.source import check, check_config, fetch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "standins"))
 import pipeline_stages
@@ -379,13 +381,30 @@ def test_an_index_that_names_an_absent_shard_is_refused_before_download(hub):
 
 @pytest.mark.parametrize(
     ("case", "word"),
-    [("source_awq", "awq"), ("architecture_unknown", "FooForCausalLM"), ("lora_adapter_dir", "example-org/tiny-base")],
+    [
+        ("source_bnb", "bitsandbytes"),
+        ("architecture_unknown", "FooForCausalLM"),
+        ("lora_adapter_dir", "example-org/tiny-base"),
+    ],
 )
 def test_models_that_are_refused_cost_no_weight_download(hub, case, word):
     hub.add_folder(CASES / case)
     with pytest.raises(SourceError, match=word):
         get()
     assert not [path for _method, path, _headers in hub.requests if path.startswith("/cdn/")]
+
+
+@pytest.mark.parametrize(
+    ("use", "word"),
+    [({"layout": "tensorrt_llm"}, "zero points"), ({"layout": "unified_hf", "scheme": Scheme("fp8")}, "second time")],
+)
+def test_what_a_recipe_cannot_have_costs_no_weight_download(hub, use, word):
+    hub.add_folder(CASES / "source_awq")
+    with pytest.raises(SourceError) as refusal:
+        fetch(MODEL, None, accept=partial(check_config, **use), output=Output.quiet())
+    assert word in str(refusal.value)
+    assert not [path for _method, path, _headers in hub.requests if path.startswith("/cdn/")]
+    fetch(MODEL, None, accept=partial(check_config, layout="unified_hf"), output=Output.quiet())
 
 
 def test_no_network(hub, monkeypatch):
