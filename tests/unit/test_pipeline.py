@@ -555,7 +555,7 @@ def test_a_hub_source_is_pinned_and_an_unchanged_build_asks_no_network(house, mo
     commits = ["1" * 40, "2" * 40]
     asked = []
 
-    def fetch(location, revision, *, output):
+    def fetch(location, revision, *, accept, output):
         commit = revision if revision in commits else commits[-1]
         asked.append((location, revision))
         return house.folder / "hub" / "snapshots" / commit
