@@ -65,11 +65,12 @@ def _check_mixture(linear: Linear, formats: Mapping[str, str]) -> None:
             why="TensorRT-LLM runs mlp.fc and mlp.gate as one matrix, which has one format",
             next="let a pattern of quantization.exclude or quantization.overrides name both or none",
         )
-    if linear.parts[0].expert is not None and name != _main(formats):
+    others = sorted(set(formats.values()) - {"none", name})
+    if linear.parts[0].expert is not None and (others or name == "none"):
         raise RecipeError(
-            f"the experts of {parent} are {name}, other layers are {_main(formats)}",
+            f"the experts of {parent} are {name}, other layers are {', '.join(others)}",
             why="TensorRT-LLM gives all mixtures of experts the model's one format",
-            next="leave experts out of quantization.exclude and quantization.overrides",
+            next="give the experts the one format beside which layers are left plain, or leave out the patterns",
         )
     if "fp8_pc_pt" in formats.values():
         raise RecipeError(
@@ -79,12 +80,6 @@ def _check_mixture(linear: Linear, formats: Mapping[str, str]) -> None:
             why="TensorRT-LLM applies FP8_PER_CHANNEL_PER_TOKEN to whole attention and MLP blocks with their norms",
             next="use fp8_pc_pt without quantization.exclude and quantization.overrides, or choose fp8",
         )
-
-
-def _main(formats: Mapping[str, str]) -> str:
-    """The format that most linears have."""
-    names = list(formats.values())
-    return max(dict.fromkeys(names), key=names.count)
 
 
 def quantization_fields(formats: Mapping[str, str], scheme: Scheme) -> dict[str, Any]:
