@@ -49,5 +49,6 @@ FAMILY = Family(
         *linear(f"{MLP}proj", f"{_MLP}w2", "proj", "row", "hidden", "intermediate"),
         *norm("transformer.ln_f", "model.norm", place="last"),
         *head("output.weight", tied="model.tok_embeddings.weight"),
-    ),    ignored=(".attention.rope.inv_freq",),
+    ),
+    ignored=(".attention.rope.inv_freq",),
 )
