@@ -99,17 +99,19 @@ class RankTensor:
         return prod(self.shape)
 
 
-def plan(shape: ModelShape, tensor: int, pipeline: int) -> Iterator[RankTensor]:
+def plan(shape: ModelShape, tensor: int, pipeline: int, *, layout: str = "tensorrt_llm") -> Iterator[RankTensor]:
     """All tensors of all rank files; the ranks that share a source tensor follow each other.
 
     Args:
         shape: the model.
         tensor, pipeline: tensor-parallel and pipeline-parallel sizes.
+        layout: "unified_hf" where only the linears of the plan are looked at, for a checkpoint of that layout: models
+            that TensorRT-LLM cannot compute are no matter then.
 
     Raises:
         SourceError: the heads, the MLP or the layers cannot be split so, or the layout has no field for the model.
     """
-    check_parallel(shape, tensor, pipeline, layout="tensorrt_llm")
+    check_parallel(shape, tensor, pipeline, layout=layout)
     rules = family_named(shape.family).rules(shape)
     for stage, layers in enumerate(stage_layers(shape.num_hidden_layers, pipeline)):
         if stage == 0:

@@ -123,6 +123,7 @@ class TestGemma3:
         with pytest.raises(SourceError, match="RoPE is scaled") as caught:
             list(plan(scaled, 1, 1))
         assert "pytorch or vllm" in caught.value.next
+        assert list(plan(scaled, 1, 1, layout="unified_hf"))
 
     def test_an_uneven_row_of_layer_types_has_no_place_in_trtllm(self) -> None:
         kinds = ["full_attention", *["sliding_attention"] * 3]

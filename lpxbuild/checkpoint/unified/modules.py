@@ -95,7 +95,7 @@ class Modules:
 
 def model_modules(shape: ModelShape) -> Modules:
     """The modules of a model, taken from the weight rules of its family."""
-    tensors = list(plan(shape, 1, 1))
+    tensors = list(plan(shape, 1, 1, layout="unified_hf"))
     by_target = {tensor.name: tensor for tensor in tensors}
     names = dict.fromkeys(piece.source for tensor in tensors for piece in tensor.pieces)
     groups: list[Group] = []
