@@ -378,3 +378,41 @@ def test_a_source_without_scales_of_its_cache_has_one(change: Change) -> None:
     source = checked(folder)
     assert any("1.0" in notice and "KV cache" in notice for notice in source.notices)
     assert written(folder)["transformer.layers.0.attention.kv_cache_scaling_factor"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "settings", "method"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 64, "sym": True, "desc_act": False}, "gptq"),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}, "awq"),
+        ("modelopt_fp8_kv", "hf_quant_config.json", None, "modelopt"),
+    ],
+)
+def test_settings_in_files_of_their_own(
+    change: Change, name: str, file: str, settings: dict[str, Any] | None, method: str
+) -> None:
+    folder = change(name, lambda _tensors, config: config.pop("quantization_config"))
+    if settings is not None:
+        (folder / file).write_text(json.dumps(settings))
+    found = checked(folder, "unified_hf")
+    assert found.quantization is not None
+    assert found.quantization.method == method
+    assert file in found.quantization.where
+    assert file in {one.name for one in found.files}
+    assert set(found.quantization.linears) == set(LINEARS)
+
+
+def test_modelopts_config_alone_is_enough(change: Change) -> None:
+    """config.json does not say the group size of AWQ: the scales do."""
+    folder = change("modelopt_int4_awq", lambda _tensors, _config: None)
+    (folder / "hf_quant_config.json").unlink()
+    quantization = checked(folder).quantization
+    assert quantization is not None
+    assert (quantization.format, quantization.group_size) == ("int4_awq", 64)
+
+
+def test_settings_under_the_older_key(change: Change) -> None:
+    def rename(_tensors: Arrays, config: dict[str, Any]) -> None:
+        config["compression_config"] = config.pop("quantization_config")
+
+    assert checked(change("ct_w4a16_group", rename)).quantization.format == "int4_rtn"  # type: ignore[union-attr]
