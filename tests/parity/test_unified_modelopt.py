@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -201,7 +202,10 @@ class TestDeliberateDifferences:
 def test_the_records_are_what_modelopt_writes(tmp_path: Path, reference_python: Path) -> None:
     """All records made again (two minutes): the same digests and configs come out."""
     script = ROOT / "tests" / "reference" / "unified_exports.py"
-    done = subprocess.run([reference_python, script, tmp_path], capture_output=True, text=True, timeout=1800)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # ModelOpt leaves generated code there
+    done = subprocess.run(
+        [reference_python, script, tmp_path], capture_output=True, text=True, timeout=1800, env=environment
+    )
     assert done.returncode == 0, done.stderr
     for model in reference.MODELS:
         assert json.loads((tmp_path / f"{model}.json").read_text())["exports"] == reference.record(model)["exports"]

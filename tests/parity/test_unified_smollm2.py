@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,13 @@ def test_every_tensor_has_the_bits_of_modelopt(tmp_path: Path, reference_python:
     )
     checked = reference.checked(bf16)
     script = ROOT / "tests" / "reference" / "unified_exports.py"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # ModelOpt leaves generated code there
     done = subprocess.run(
         [reference_python, script, tmp_path / "theirs", f"{bf16}:{','.join(EXPORTS)}"],
         capture_output=True,
         text=True,
         timeout=1800,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "theirs" / "bf16.json").read_text())["exports"]
