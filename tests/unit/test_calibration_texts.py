@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.quantization.calibration import datasets
-from lpxbuild.quantization.calibration.run import token_ids
+from lpxbuild.quantization.calibration.run import BATCH_TOKENS, batched, token_ids
 from lpxbuild.recipe.schema import Calibration
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -49,7 +48,7 @@ def test_the_bundled_texts(tmp_path):
     lengths = [len(passage) for passage in passages]
     assert min(lengths) < 20
     assert max(lengths) > 1000
-    for script in ("ß", "水", "が", "한", "Ж", "ع", "ह", "def "):
+    for script in ("ß", "水", "の", "한", "ж", "ع", "ह", "def "):
         assert any(script in passage for passage in passages)
     licence = Path(datasets.__file__).with_name("builtin.LICENSE").read_text()
     assert "SPDX-License-Identifier: Apache-2.0 OR CC0-1.0" in licence
@@ -169,6 +168,15 @@ def test_texts_without_tokens(tokenizer):
         token_ids(tokenizer, ["", ""], 8)
 
 
+def test_batches_of_about_one_length():
+    lengths = (7, 100, 95, 90, 89, 50, 7, 1)
+    found = batched([[length] * length for length in lengths])
+    assert [[sequence[0] for sequence in batch] for batch in found] == [[100, 95, 90], [89], [50], [7, 7], [1]]
+    assert [{len(sequence) for sequence in batch} for batch in found] == [{90}, {89}, {50}, {7}, {1}]
+    assert [len(batch) for batch in batched([[0] * 512] * 9)] == [4, 4, 1]
+    assert BATCH_TOKENS == 4 * 512
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A server that speaks the hub's API: paths → answers of files; data sets it does not have are unknown."""
@@ -282,4 +290,4 @@ def test_without_network(monkeypatch, tmp_path, why):
     assert time.monotonic() - started < 10
     assert "calibration dataset cnn_dailymail cannot be fetched" in message
     assert "local .txt, .jsonl or .parquet file" in message
-    assert not os.listdir(tmp_path)
+    assert not list(tmp_path.iterdir())

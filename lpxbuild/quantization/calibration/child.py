@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import inspect
 import json
 import os
 import re
@@ -135,11 +136,11 @@ def of_the_other_experts(name: str, found: dict[str, Any]) -> Any:
     return max(seen, key=float)
 
 
-def keys_and_values(model: Any) -> dict[str, Any]:
+def keys_and_values(model: Any, batches: list[Any]) -> dict[str, Any]:
     """Largest keys and values of every attention layer."""
     layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "k_bmm_quantizer")]
     if not layers:
-        raise Refused(MODEL_REFUSED, f"ModelOpt does not see the keys and values of {type(model).__name__}")
+        return cached_keys_and_values(model, batches)
     found = {}
     for name, layer in layers:
         for kind in "kv":
@@ -148,6 +149,31 @@ def keys_and_values(model: Any) -> dict[str, Any]:
                 raise Refused(MODEL_REFUSED, f"ModelOpt saw no keys and values in {name} of {type(model).__name__}")
             found[f"{name}.{kind}_bmm_quantizer._amax"] = amax.detach().cpu().contiguous().clone()
     return found
+
+
+def cached_keys_and_values(model: Any, batches: list[Any]) -> dict[str, Any]:
+    """As transformers hands them to its cache, for attention classes that ModelOpt has no quantizers for (Falcon)."""
+    import torch
+
+    names = {layer.layer_idx: name for name, layer in model.named_modules() if "Attention" in type(layer).__name__}
+    found: dict[str, Any] = {}
+    for batch in batches:
+        with torch.inference_mode():
+            cache = run(model, batch, use_cache=True).past_key_values
+        for number, layer in enumerate(cache.layers):
+            for kind, values in (("k", layer.keys), ("v", layer.values)):
+                name = f"{names[number]}.{kind}_bmm_quantizer._amax"
+                amax = values.detach().abs().max().cpu()
+                found[name] = torch.maximum(found[name], amax) if name in found else amax.clone()
+    return found
+
+
+def run(model: Any, batch: Any, *, use_cache: bool) -> Any:
+    """One pass; logits are of no interest, and those of all tokens would be the largest tensor of all."""
+    settings = {"use_cache": use_cache}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return model(batch, logits_to_keep=1, **settings)
+    return model(batch, **settings)
 
 
 def check_numbers(scales: dict[str, Any]) -> None:
@@ -211,7 +237,7 @@ def calibrate(job: dict[str, Any]) -> None:
     def run_texts(model: Any) -> None:
         with torch.inference_mode():
             for batch in batches:
-                model(batch, use_cache=False)
+                run(model, batch, use_cache=False)
                 say(f"done {batch.numel()}")
 
     methods = methods_of(job)
@@ -225,7 +251,7 @@ def calibrate(job: dict[str, Any]) -> None:
         model = mtq.quantize(load(job), config, run_texts)
         scales |= collected(model, method, lambda module, method=method: method_of(job, module) == method)  # type: ignore[misc]
         if kv_cache != "none":
-            scales |= keys_and_values(model)
+            scales |= keys_and_values(model, batches)
         del model
     check_numbers(scales)
     save_file(dict(sorted(scales.items())), job["scales"])

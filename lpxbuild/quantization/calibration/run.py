@@ -26,6 +26,10 @@ from lpxbuild.quantization.scheme import Scheme
 CHILD = Path(__file__).with_name("child.py")
 MODEL_REFUSED, HOST_LACKS = 2, 3
 """Exit statuses of the child with a meaning."""
+BATCH_TOKENS = 2048
+"""Most tokens that go through the model at a time."""
+KEPT = 0.9
+"""Least share of a text that stays when it is cut to the shortest of its batch."""
 FORMAT_VERSION = 1
 """Of calibration.json."""
 
@@ -86,16 +90,17 @@ def calibrate(
             f"calibration dataset {settings.dataset} has {len(chosen.texts)} texts, "
             f"quantization.calibration.samples asks for {settings.samples}: all are used"
         )
-    ids = token_ids(folder, chosen.texts, settings.sequence_length)
+    batches = batched(token_ids(folder, chosen.texts, settings.sequence_length))
     formats = tuple(name for name in scheme.formats if name != "none")
     formats += () if scheme.kv_cache == "none" else (f"kv:{scheme.kv_cache}",)
-    tokens = sum(map(len, ids))
-    output.step(f"calibration: {len(ids)} texts, {tokens} tokens, for {', '.join(formats)} (log: {log})")
+    texts = sum(map(len, batches))
+    tokens = sum(len(sequence) for batch in batches for sequence in batch)
+    output.step(f"calibration: {texts} texts, {tokens} tokens, for {', '.join(formats)} (log: {log})")
     run_child(
         folder,
         destination,
         scheme=scheme,
-        batches=[[sequence] for sequence in ids],
+        batches=batches,
         device=settings.device,
         seed=settings.seed,
         python=python,
@@ -104,9 +109,9 @@ def calibrate(
     )
     report = CalibrationReport(
         formats=formats,
-        texts=len(ids),
+        texts=texts,
         tokens=tokens,
-        token_digest=hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        token_digest=hashlib.sha256(json.dumps(batches).encode()).hexdigest(),
         inputs=inputs(settings, base=base, python=python),
         tensors=_count(destination / SCALES),
         seconds=round(time.monotonic() - started, 3),
@@ -182,6 +187,22 @@ def token_ids(folder: Path, texts: Sequence[str], longest: int) -> list[list[int
             next="choose other texts in quantization.calibration.dataset",
         )
     return ids
+
+
+def batched(sequences: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """Batches of texts of about one length, cut to the shortest of them, the longest first.
+
+    AWQ quantizes every weight eleven times for each batch, so few batches are fast; padding would be measured as well.
+    """
+    batches: list[list[list[int]]] = []
+    longest = 0
+    for sequence in sorted(sequences, key=len, reverse=True):
+        fits = batches and len(sequence) >= KEPT * longest and (len(batches[-1]) + 1) * longest <= BATCH_TOKENS
+        if not fits:
+            batches.append([])
+            longest = len(sequence)
+        batches[-1].append(list(sequence))
+    return [[sequence[: len(batch[-1])] for sequence in batch] for batch in batches]
 
 
 def _first_ids(tokenizer: Any, text: str, longest: int) -> list[int]:

@@ -1,0 +1,133 @@
+"""Calibrations against ModelOpt run by hand on the same texts, and against keys and values as transformers has them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from lpxbuild.output import Output
+from lpxbuild.quantization.calibrated import read_calibration
+from lpxbuild.quantization.calibration import calibrate
+from lpxbuild.quantization.calibration.run import batched, token_ids
+from lpxbuild.quantization.scheme import Scheme
+from lpxbuild.recipe.schema import Calibration
+
+sys.path.insert(0, str(Path(__file__).parent))
+import calibration_reference as reference
+
+BASELINE = Path(__file__).parents[1] / "cases" / "data" / "baseline"
+ORACLE = Path(__file__).parent / "oracle"
+LINES = [
+    f"Line {number}: {word} " * number
+    for number, word in enumerate(["the", "cat", "sat", "on", "a", "mat", "all", "day"], 1)
+]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """Eight lines of text, beside the recipe."""
+    (tmp_path / "lines.txt").write_text("\n".join(LINES) + "\n")
+    return tmp_path
+
+
+def calibrated(lines: Path, name: str, scheme: Scheme, python: Path) -> Path:
+    destination = lines / name
+    calibrate(
+        BASELINE,
+        destination,
+        scheme=scheme,
+        settings=Calibration(dataset="lines.txt", sequence_length=24),
+        base=lines,
+        python=python,
+        log=lines / f"{name}.log",
+        output=Output.quiet(),
+    )
+    return destination
+
+
+def test_two_formats_and_a_cache(lines: Path, reference_python: Path) -> None:
+    """One calibration of a mixed model is that of each format alone, and keys and values are those of transformers."""
+    scheme = Scheme("int8_sq", "int8", overrides={"*.layers.1.*": "fp8"})
+    folder = calibrated(lines, "mixed", scheme, reference_python)
+    record = json.loads((folder / "calibration.json").read_text())
+    batches = batched(token_ids(BASELINE, _order(record), 24))
+    theirs = reference.run(
+        reference_python,
+        lines / "theirs",
+        {
+            "sq": reference.Job(BASELINE, Scheme("int8_sq"), batches),
+            "fp8": reference.Job(BASELINE, Scheme("fp8", "int8"), batches),
+            "cached": reference.Job(BASELINE, None, batches),
+        },
+    )
+    ours = load_file(folder / "scales.safetensors")
+    wanted = {name: array for name, array in theirs["sq"].items() if ".layers.0." in name}
+    wanted |= {name: array for name, array in theirs["fp8"].items() if ".layers.1." in name or "bmm" in name}
+    reference.assert_same(ours, wanted)
+    weights = load_file(BASELINE / "model.safetensors")
+    reference.assert_smooths(ours, {name: wanted[name] for name in wanted if "smoothed" in name}, weights)
+    assert record["texts"] == 8
+    assert record["tokens"] == sum(len(ids) for batch in batches for ids in batch)
+    assert record["inputs"]["reference nvidia-modelopt"].startswith("0.47")
+    assert sorted(file.name for file in folder.iterdir()) == ["calibration.json", "scales.safetensors"]
+
+    calibration = read_calibration(folder)
+    layers = [calibration.key_value_amax(f"model.layers.{number}.self_attn") for number in range(2)]
+    for number, amax in enumerate(layers):
+        for kind, found in zip("kv", amax):
+            assert found == pytest.approx(float(theirs["cached"][f"{number}.{kind}"]), rel=0.05)
+    assert len({max(amax) for amax in layers}) == 2  # each layer has its own
+
+
+def _order(record: dict[str, object]) -> list[str]:
+    """The lines in the order in which the seed puts them."""
+    from lpxbuild.quantization.calibration.datasets import chosen
+
+    return [f"{line}\n" for line in chosen(LINES, 128, record["settings"]["seed"])]  # type: ignore[index]
+
+
+def test_the_child_does_not_outlive_lpx(tmp_path: Path, reference_python: Path) -> None:
+    """Killed without a chance to say so to anybody."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from lpxbuild.output import Output\n"
+        "from lpxbuild.quantization.calibration.run import run_child\n"
+        "from lpxbuild.quantization.scheme import Scheme\n"
+        "place = Path(sys.argv[1])\n"
+        "run_child(Path(sys.argv[2]), place / 'out', scheme=Scheme('fp8'), batches=[[[1]]], device='cpu', seed=0,"
+        " python=Path(sys.argv[3]), log=place / 'log', output=Output.quiet())\n"
+    )
+    lpx = subprocess.Popen([sys.executable, "-c", program, tmp_path, BASELINE, reference_python])
+    try:
+        job = tmp_path / "out" / "child" / "job.json"
+        child = _wait_for(lambda: _process_with(str(job)))
+        time.sleep(0.5)  # the child's first lines
+    finally:
+        lpx.send_signal(signal.SIGKILL)
+        lpx.wait()
+    _wait_for(lambda: not Path(f"/proc/{child}").exists() or None)
+
+
+def _process_with(argument: str) -> int | None:
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and argument.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                return int(folder.name)
+        except OSError:
+            continue
+    return None
+
+
+def _wait_for(found):  # type: ignore[no-untyped-def]
+    end = time.monotonic() + 30
+    while (value := found()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return value
