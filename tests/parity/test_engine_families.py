@@ -29,7 +29,10 @@ def test_equals_transformers(name: str, tiny_models: Path, compile_folder, state
     reference = np.load(tiny_models / name / "reference.npz")
     folder = compile_folder(tiny_models / name, dtype="float32")
     executor = "stateful" if name in STATEFUL else "paged"
-    assert json.loads((folder / "engine.json").read_text())["executor"] == executor
+    described = json.loads((folder / "engine.json").read_text())
+    assert described["executor"] == executor
+    if executor == "stateful":  # keys and values of 4 layers and 128 floats, for 128 tokens of 4 beams
+        assert described["scheduler"] == {"cache_size_bytes": 2 * 4 * 128 * 4 * 128 * 4}
     assert np.abs(stateful_logits(folder, reference["ids"].tolist()) - reference["logits"]).max() < 2e-5
     engine = paged(folder)
     wanted = {"input_ids": reference["prompt"].tolist(), "max_tokens": 32, "end_ids": []}
