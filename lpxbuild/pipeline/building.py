@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lpxbuild.errors import LpxError, SourceError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import evidence as evidences
-from lpxbuild.pipeline import host, locking, source_input
+from lpxbuild.pipeline import host, locking, refusals, source_input
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import RememberedDigests, combined
@@ -21,7 +21,7 @@ from lpxbuild.pipeline.making import Maker
 from lpxbuild.pipeline.manifest import NOT_PROVEN, PROVEN, Manifest, built_to
 from lpxbuild.pipeline.placing import room_errors
 from lpxbuild.pipeline.source_input import SourceInput, recipe_text
-from lpxbuild.pipeline.stages import NAMES, STAGES, EvidenceFailed, Stage, Work, reference_python, stages_to
+from lpxbuild.pipeline.stages import NAMES, STAGES, EvidenceFailed, Stage, Work, stages_to
 from lpxbuild.pipeline.workspace import LOGS, Workspace
 
 if TYPE_CHECKING:
@@ -231,41 +231,15 @@ class _Build:
         if self._checked or stage.name == "source":
             return
         self._checked = True
-        if self._has("smoke"):
-            from lpxbuild.server import embedded
-            from lpxbuild.server.checks import check_cache_memory
-
-            embedded.find(self.cache.root)
-            check_cache_memory(self.recipe.runtime.kv_cache_bytes)
-        if stage.name not in ("calibration", "checkpoint", "engine"):
-            return
-        source = self._checked_source()
-        from lpxbuild.quantization import check_shapes
-        from lpxbuild.quantization.scheme import Scheme
-
-        if self.recipe.checkpoint_layout == "tensorrt_llm":
-            scheme = source.scheme(Scheme.of(self.recipe.quantization))
-            check_shapes(source.shape, scheme, self.recipe.parallel.tensor)
-        elif source.quantization is None:
-            from lpxbuild.checkpoint.unified import check_unified
-
-            check_unified(source.shape, Scheme.of(self.recipe.quantization), backend=self.recipe.backend)
-        if self._has("engine"):
-            from lpxbuild.engine import check_features, check_positions
-            from lpxbuild.families import attention_features
-
-            features = attention_features(source.shape, self.recipe.limits.max_seq_len)
-            check_features(features, self.recipe.backend)
-            check_positions(source.shape, self.recipe.limits.max_seq_len)
-        if stage.name == "calibration" and source.quantization is None:
-            from lpxbuild.quantization.calibration import check_calibration
-
-            check_calibration(
-                self.recipe.quantization.calibration,
-                folder=self.paths["source"],
-                base=self.base,
-                python=reference_python(self.recipe, self.base),
-            )
+        refusals.check(
+            self.recipe,
+            self.stages,
+            stage,
+            source=self._checked_source,
+            folder=self.paths["source"],
+            base=self.base,
+            cache=self.cache.root,
+        )
 
     def _has(self, name: str) -> bool:
         return any(stage.name == name for stage in self.stages)
@@ -387,22 +361,8 @@ class _Build:
 
     def _finish(self, versions: Mapping[str, str], failure: EvidenceFailed | None) -> BuildResult:
         texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path)}
-        evidence: dict[str, Any] = {"ran": []}
-        for stage in STAGES:
-            if not stage.evidence:
-                continue
-            artifact = self.artifacts.get(stage.name)
-            if failure is not None and failure.stage == stage.name:
-                evidence[stage.name] = {"passed": False, "report": failure.evidence}
-                texts |= {f"evidence/{name}": text for name, text in failure.files.items()}
-            elif artifact is not None:
-                evidence[stage.name] = {"passed": True, "report": artifact.report, "made_at": artifact.made_at}
-                texts |= {
-                    f"evidence/{name}": (artifact.path / name).read_text(encoding="utf-8") for name in artifact.files
-                }
-            else:
-                continue
-            evidence["ran"].append(stage.name)
+        evidence, files = evidences.collected(self.artifacts, failure)
+        texts |= files
         done = [name for name in NAMES if name in self.artifacts]
         if failure is not None:
             state = NOT_PROVEN

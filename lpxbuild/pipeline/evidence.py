@@ -1,8 +1,9 @@
-"""A smoke test that fails after the build: the newest verdict counts, for the manifest and for the next build."""
+"""What was proven of a build, and what a later failure takes back: the newest verdict counts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,35 @@ from typing import Any
 from lpxbuild.errors import UsageError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import manifest as manifests
+from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import record_file
 from lpxbuild.pipeline.manifest import NOT_PROVEN, TEXTS, Manifest
 from lpxbuild.pipeline.placing import write_atomically
+from lpxbuild.pipeline.stages import STAGES, EvidenceFailed
 from lpxbuild.pipeline.workspace import Workspace
+
+
+def collected(
+    artifacts: Mapping[str, Artifact], failure: EvidenceFailed | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The manifest's `evidence`, and the reports as files of the build folder by relative name."""
+    evidence: dict[str, Any] = {"ran": []}
+    texts: dict[str, str] = {}
+    for stage in STAGES:
+        if not stage.evidence:
+            continue
+        artifact = artifacts.get(stage.name)
+        if failure is not None and failure.stage == stage.name:
+            evidence[stage.name] = {"passed": False, "report": failure.evidence}
+            texts |= {f"evidence/{name}": text for name, text in failure.files.items()}
+        elif artifact is not None:
+            evidence[stage.name] = {"passed": True, "report": artifact.report, "made_at": artifact.made_at}
+            texts |= {f"evidence/{name}": (artifact.path / name).read_text(encoding="utf-8") for name in artifact.files}
+        else:
+            continue
+        evidence["ran"].append(stage.name)
+    return evidence, texts
 
 
 def note_failure(build: Path, tested: Manifest, report: Any, cache: Cache, *, output: Output) -> None:

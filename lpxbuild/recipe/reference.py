@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
@@ -44,7 +45,7 @@ def _rows(model: type[BaseModel], prefix: str) -> list[str]:
     rows: list[str] = []
     for name, field in model.model_fields.items():
         inner = _inner_model(field.annotation)
-        listed = "[]" if get_origin(_plain(field.annotation)) is list else ""
+        listed = "[]" if inner is not None and get_origin(_plain(field.annotation)) is list else ""
         key = f"{prefix}{name}{listed}"
         if inner is not None:
             rows += _rows(inner, f"{key}.")
@@ -68,14 +69,21 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _type(field: FieldInfo) -> str:
-    annotation = _plain(field.annotation)
+    return _words(field.annotation, field.metadata)
+
+
+def _words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
+    """A type for people: `whole number ≥ 1`, `list of text`."""
+    annotation = _plain(annotation)
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if hasattr(annotation, "__metadata__"):
-        bounds = list(annotation.__metadata__[0].metadata)
-        annotation = annotation.__origin__
-    else:
-        bounds = list(field.metadata)
+        return _words(annotation.__origin__, annotation.__metadata__[0].metadata)
+    if get_origin(annotation) is list:
+        return f"list of {_words(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        key, value = get_args(annotation)
+        return f"{_words(key)} → {_words(value)}"
     text = {int: "whole number", float: "number", bool: "true or false", str: "text"}[annotation]
     for bound in bounds:
         if isinstance(bound, Ge):
