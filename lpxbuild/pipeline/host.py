@@ -41,6 +41,7 @@ def check_recipe(recipe: Recipe, stages: tuple[str, ...]) -> None:
         RecipeError: names what can be built.
     """
     from lpxbuild.quantization import check_kv_cache, format_for
+    from lpxbuild.quantization.scheme import Scheme
 
     backend = recipe.backend
     can = WITHOUT_GPU.get(backend, ())
@@ -59,7 +60,8 @@ def check_recipe(recipe: Recipe, stages: tuple[str, ...]) -> None:
             next=f"lpx build RECIPE --to {can[-1]}, or --backend openvino",
         )
     if "checkpoint" in stages:
-        format_for(recipe.quantization.format, backend=backend)
+        for name in Scheme.of(recipe.quantization).formats:
+            format_for(name, backend=backend)
         check_kv_cache(recipe.quantization.kv_cache, backend=backend)
 
 

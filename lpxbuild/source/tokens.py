@@ -38,7 +38,7 @@ def read_vocabulary(path: Path, *, need_tokenizer: bool) -> dict[str, int] | Non
             why=found,
             next="save it once with transformers: "
             f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(path)!r}); "
-            "or stop before a tokenizer is needed: lpx build --to checkpoint",
+            "or, with a format that needs no calibration, stop before a tokenizer is needed: lpx build --to checkpoint",
         )
     settings = read_json(file)
     if need_tokenizer:

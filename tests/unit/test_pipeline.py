@@ -418,6 +418,7 @@ def test_an_earlier_full_build_stays_when_only_a_part_is_asked_for(house):
         (["backend=vllm"], None, "--to checkpoint"),
         (["backend=tensorrt"], None, "--to checkpoint"),
         (["backend=pytorch", "quantization.format=int8_wo"], "checkpoint", "none"),
+        (["backend=pytorch", "quantization.overrides={'*.mlp.*': int8_wo}"], "checkpoint", "int8_wo"),
     ],
 )
 def test_what_this_version_cannot_build_is_refused_before_anything_is_fetched(house, overrides, to, word):
