@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from lpxbuild.errors import HostError, ToolError
 from lpxbuild.output import Output
 from lpxbuild.quantization.calibrated import read_calibration
 from lpxbuild.quantization.calibration import calibrate
-from lpxbuild.quantization.calibration.run import batched, token_ids
+from lpxbuild.quantization.calibration.run import batched, run_child, token_ids
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.recipe.schema import Calibration
 
@@ -131,3 +134,92 @@ def _wait_for(found):  # type: ignore[no-untyped-def]
         assert time.monotonic() < end
         time.sleep(0.02)
     return value
+
+
+@pytest.mark.full
+def test_the_same_numbers_come_out_twice(tmp_path: Path, reference_python: Path) -> None:
+    """Two interpreters (half a minute), with AWQ's search and a cache."""
+    batches = json.loads((ORACLE / "calibration" / "ids.json").read_text())
+    found = []
+    for name in ("one", "two"):
+        run_child(
+            ORACLE / "in" / "llama-h256",
+            tmp_path / name,
+            scheme=Scheme("w4a8_awq", "int8"),
+            batches=batches,
+            device="cpu",
+            seed=0,
+            python=reference_python,
+            log=tmp_path / "log",
+            output=Output.quiet(),
+        )
+        found.append((tmp_path / name / "scales.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.full
+def test_a_model_that_computes_no_numbers(lines: Path, reference_python: Path) -> None:
+    """One weight is infinite: the module behind it is named, and nothing is kept."""
+    model = lines / "model"
+    shutil.copytree(BASELINE, model)
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].copy()
+    weights[name][0, 0] = np.inf
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ToolError) as error:
+        calibrate(
+            model,
+            lines / "out",
+            scheme=Scheme("fp8"),
+            settings=Calibration(dataset="lines.txt", sequence_length=24),
+            base=lines,
+            python=reference_python,
+            log=lines / "child.log",
+            output=Output.quiet(),
+        )
+    assert "model.layers.1.mlp.down_proj.input_quantizer._amax" in str(error.value)
+    assert "zeros, inf or nan" in str(error.value)
+    assert str(lines / "child.log") in str(error.value)
+    assert not list((lines / "out").iterdir())
+
+
+@pytest.mark.full
+def test_a_host_without_a_gpu(lines: Path, reference_python: Path) -> None:
+    with pytest.raises(HostError, match="torch sees no CUDA GPU here"):
+        calibrate(
+            BASELINE,
+            lines / "out",
+            scheme=Scheme("fp8"),
+            settings=Calibration(dataset="lines.txt", device="cuda:1"),
+            base=lines,
+            python=reference_python,
+            log=lines / "child.log",
+            output=Output.quiet(),
+        )
+
+
+@pytest.mark.full
+def test_keys_and_values_that_modelopt_does_not_see(tmp_path: Path, reference_python: Path, tiny_models: Path) -> None:
+    """Falcon's attention: what transformers caches is measured instead."""
+    batches = [[[5, 9, 77, 31, 200], [8, 1, 99, 300, 4]], [[17, 18, 19, 20]]]
+    folder = tiny_models / "falcon"
+    run_child(
+        folder,
+        tmp_path / "out",
+        scheme=Scheme("none", "fp8"),
+        batches=batches,
+        device="cpu",
+        seed=0,
+        python=reference_python,
+        log=tmp_path / "log",
+        output=Output.quiet(),
+    )
+    ours = load_file(tmp_path / "out" / "scales.safetensors")
+    theirs = reference.run(reference_python, tmp_path / "theirs", {"kv": reference.Job(folder, None, batches)})["kv"]
+    found = {
+        f"{name.split('.')[2]}.{name.split('.')[-2][0]}": float(value)
+        for name, value in ours.items()
+        if name.endswith("_bmm_quantizer._amax")
+    }
+    assert found == {name: pytest.approx(float(value), rel=1e-6) for name, value in theirs.items()}

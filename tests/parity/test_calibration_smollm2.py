@@ -68,8 +68,12 @@ def dequantized(checkpoint: Path) -> dict[str, Any]:
                 factors = reader.tensor(f"{prefix}.prequant_scaling_factor", 0).astype(np.float32)
                 weight = weight / factors
                 found[f"{target}.pre_quant_scale"] = factors
-            if f"{prefix}.activation_scaling_factor" in reader.names(0):
-                found[f"{target}.activation_scale"] = reader.tensor(f"{prefix}.activation_scaling_factor", 0).copy()
+            for stored, name in (
+                ("activation_scaling_factor", "activation_scale"),
+                ("weights_scaling_factor_2", "weight_scale_2"),
+            ):
+                if f"{prefix}.{stored}" in reader.names(0):
+                    found[f"{target}.{name}"] = reader.tensor(f"{prefix}.{stored}", 0).copy()
             found[f"{target}.weight"] = np.ascontiguousarray(weight)
     return found
 
@@ -99,12 +103,16 @@ def compared(python: Path, place: Path, folder: Path, batches: Any, text: Any, m
 
 @pytest.mark.full
 def test_w4a8_awq(tmp_path: Path, reference_python: Path) -> None:
-    """On a model with features that are multiples of 128, which SmolLM2's 576 are not."""
+    """On a model with features that are multiples of 128, which SmolLM2's 576 are not.
+
+    TensorRT-LLM wants one set of factors for q, k and v, and ModelOpt's export averages them. This random model pays 2 %
+    of perplexity for that, in ModelOpt's own fake-quantized model as well: the comparison is behind that step.
+    """
     folder = ORACLE / "in" / "llama-h256"
     scheme = Scheme("w4a8_awq")
     generator = np.random.default_rng(0)
     batches = generator.integers(0, 256, (4, 2, 32)).tolist()
-    text = generator.integers(0, 256, (4, 64)).tolist()
+    text = {"sequences": 64, "tokens": 128}
     run_child(
         folder,
         tmp_path / "scales",
@@ -127,7 +135,9 @@ def test_w4a8_awq(tmp_path: Path, reference_python: Path) -> None:
         output=Output.quiet(),
     )
     found = compared(reference_python, tmp_path, folder, batches, text, {"w4a8_awq": tmp_path / "checkpoint"})
-    assert found["w4a8_awq"]["ours"] == pytest.approx(found["w4a8_awq"]["theirs"], rel=0.005)
+    print(json.dumps(found, indent=1))
+    assert found["w4a8_awq"]["ours"] == pytest.approx(found["w4a8_awq"]["merged"], rel=0.005)
+    assert found["w4a8_awq"]["ours"] == pytest.approx(found["w4a8_awq"]["theirs"], rel=0.04)
 
 
 @pytest.mark.full

@@ -1,10 +1,12 @@
 """Run by the reference interpreter: perplexity of a model, of ModelOpt's fake-quantized form, and of lpx's weights.
 
 usage: fake_quantized.py JOB.json with {folder, batches, text, forms: {name: {preset, group_size, ours}}, out}. ModelOpt
-calibrates by itself on the batches. The weights of `ours` (safetensors: <module>.weight dequantized, .pre_quant_scale
-and .activation_scale where the format has them) then take the place of ModelOpt's in the same model, together with
-their own activation scales, so that activations are quantized alike on both sides. Everything is computed in float32.
-out: JSON, {"plain": perplexity, name: {"theirs": …, "ours": …}}.
+calibrates by itself on the batches. The weights of `ours` (safetensors: <module>.weight dequantized, .pre_quant_scale,
+.activation_scale and .weight_scale_2 where the format has them) then take the place of ModelOpt's in the same model,
+together with their own activation scales, so that both sides quantize activations. Everything is computed in
+float32.
+out: JSON, {"plain": perplexity, name: {"theirs": …, "merged": …, "ours": …}}; merged: ModelOpt's model with one
+scale and one set of factors for q, k and v, as its export to TensorRT-LLM prepares it.
 
 ModelOpt's NVFP4 kernel needs a GPU; here its NVFP4QTensor, which its export uses, quantizes and dequantizes instead.
 """
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import modelopt.torch.quantization as mtq
 import torch
+from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -71,25 +74,52 @@ def quantized(job: dict, form: dict) -> torch.nn.Module:
         for batch in job["batches"]:
             model(torch.tensor(batch), logits_to_keep=1)
 
-    return mtq.quantize(model, config, forward_loop).float()
+    return mtq.quantize(model, config, forward_loop)
+
+
+def merged(model: torch.nn.Module) -> torch.nn.Module:
+    """One scale and one set of factors for q, k and v, as ModelOpt's export to TensorRT-LLM makes them."""
+    for layer in model.modules():
+        if hasattr(layer, "q_proj"):
+            preprocess_linear_fusion([layer.q_proj, layer.k_proj, layer.v_proj])
+    return model
+
+
+def measured(model: torch.nn.Module, name: str, text: list[list[int]]) -> float:
+    """Perplexity in float32."""
+    model = model.float()
+    if name == "nvfp4":
+        for _, layer in linears(model):
+            nvfp4(layer.weight_quantizer)
+            nvfp4(layer.input_quantizer)
+    return perplexity(model, text)
 
 
 def main(path: str) -> None:
     job = json.loads(Path(path).read_text())
     plain = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32).eval()
+    if isinstance(job["text"], dict):  # a random model knows no language but what it says itself
+        torch.manual_seed(0)
+        first = torch.randint(0, plain.config.vocab_size, (job["text"]["sequences"], 1))
+        said = plain.generate(
+            first, attention_mask=torch.ones_like(first), do_sample=True, top_k=0, max_length=job["text"]["tokens"]
+        )
+        job["text"] = said.tolist()
     found: dict[str, object] = {"plain": perplexity(plain, job["text"])}
     del plain
     for name, form in job["forms"].items():
         model = quantized(job, form)
-        if name == "nvfp4":
-            for _, layer in linears(model):
-                nvfp4(layer.weight_quantizer)
-                nvfp4(layer.input_quantizer)
-        theirs = perplexity(model, job["text"])
+        theirs = measured(copy.deepcopy(model), name, job["text"])
+        model = merged(model)
+        merged_theirs = measured(model, name, job["text"])
         ours = load_file(form["ours"])
         for module, layer in list(linears(model)):
             layer.weight.data = ours[f"{module}.weight"]
-            layer.weight_quantizer.disable()
+            if name == "w4a8_awq":  # its kernel rounds the decoded weights to FP8, with the second scale
+                layer.weight_quantizer[0].disable()
+                layer.weight_quantizer[1]._amax = (ours[f"{module}.weight_scale_2"] * 448).reshape(())
+            else:
+                layer.weight_quantizer.disable()
             if name == "nvfp4":
                 layer.weight_quantizer.forward = lambda values: values
             quantizer = layer.input_quantizer
@@ -99,7 +129,7 @@ def main(path: str) -> None:
                 quantizer._amax = (ours[f"{module}.activation_scale"] * LARGEST[name]).reshape(())
             if name == "nvfp4":
                 nvfp4(quantizer)
-        found[name] = {"theirs": theirs, "ours": perplexity(model, job["text"])}
+        found[name] = {"theirs": theirs, "merged": merged_theirs, "ours": perplexity(model, job["text"])}
         print(name, found[name], flush=True)
     Path(job["out"]).write_text(json.dumps(found))
 
