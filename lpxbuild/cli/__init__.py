@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lpxbuild.cli import build, cache, init, inspect, recipes, serve, smoke
+from lpxbuild.cli import build, cache, init, inspect, recipes, serve, smoke, verify
 from lpxbuild.cli import version as version_command
 
 
@@ -64,6 +64,6 @@ def lpx(
     """One YAML recipe turns a Hugging Face checkpoint into a proven, served model."""
 
 
-for module in (init, build, serve, smoke, inspect, recipes, version_command):
+for module in (init, build, serve, smoke, verify, inspect, recipes, version_command):
     module.register(app)
 app.add_typer(cache.app, name="cache")
