@@ -1,11 +1,14 @@
-"""Speed and memory of a conversion, against the floor of copying the same bytes.
+"""Speed and memory of a conversion, against the floor of copying the same bytes, and against NVIDIA ModelOpt.
 
-    python benchmarks/conversion.py [--layers 24] [--rounds 9] [--folder /dev/shm] [--workers N]
+    python benchmarks/conversion.py [--layers 24] [--rounds 9] [--folder /dev/shm] [--workers N] [--peer PYTHON]
 
-A random bfloat16 Llama of 443 million parameters (24 layers) is converted with tensor parallel 2. Floor: pread and
-pwrite of the same bytes in 16 MiB blocks. Floor and conversion alternate in one process; printed are median and
-quartiles of the pairwise ratios. No fsync, no hashing, no interpreter start is measured. Peak memory is RssAnon of a
-process of its own that converts once, sampled every 2 ms. Exit status 1 where a bound is missed.
+A random bfloat16 Llama of 443 million parameters (24 layers) is converted with tensor parallel 2: copied, cast to
+float16, and to every format that needs no data (fp8 and nvfp4 with given scales of the input). Floor: pread and pwrite
+of the same bytes in 16 MiB blocks; for formats also plain numpy and ml_dtypes doing their arithmetic (largest
+magnitude, division, rounding, cast) on the same arrays. Floor and conversion alternate in one process; printed are
+median and quartiles of the pairwise ratios. No fsync, no hashing, no interpreter start is measured. Peak memory is
+RssAnon of a process of its own that converts once, sampled every 2 ms. `--peer` names an interpreter with ModelOpt,
+which then does the same jobs on the same folder. Exit status 1 where a bound is missed.
 """
 
 from __future__ import annotations
@@ -21,16 +24,23 @@ import tempfile
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from lpxbuild.checkpoint import convert
 from lpxbuild.output import Output
+from lpxbuild.quantization.calibrated import Calibration
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import Source, check
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCABULARY = 1024, 4096, 16, 8, 32000
 BLOCK = 16 << 20
 SHARD = 200_000_000
 BOUNDS = {"copy": 1.5, "cast": 4.0}
+FORMATS = ("int8_wo", "int4_wo", "fp8_pc_pt", "int4_rtn", "w4a16_nvfp4", "fp8", "nvfp4")
+FORMAT_BOUND = 1.3  # of copy floor + arithmetic floor
+PEERS = ("none", "fp8_pc_pt", "int4_rtn", "w4a16_nvfp4", "fp8", "nvfp4")
+PEER_BOUNDS = {"with import": 5.0, "without": 2.0, "anonymous peak": 4.0}
 
 
 def config(layers: int) -> dict[str, object]:
@@ -102,7 +112,7 @@ def write_model(folder: Path, layers: int) -> None:
             for shape in shapes.values():
                 weights = generator.standard_normal(int(np.prod(shape)), dtype=np.float32) * np.float32(0.02)
                 stream.write((weights.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def checked(folder: Path) -> Source:
@@ -133,9 +143,61 @@ def floor(source: Path, destination: Path) -> float:
     return seconds
 
 
-def conversion(source: Source, destination: Path, dtype: str, workers: int) -> float:
+def arithmetic(source: Path, name: str) -> float:
+    """Seconds that plain numpy and ml_dtypes take for a format's arithmetic on every linear of the layers."""
+    seconds = 0.0
+    for file in sorted(source.glob("*.safetensors")):
+        data = np.memmap(file, np.uint8, "r")
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        for tensor, entry in json.loads(data[8 : 8 + length].tobytes()).items():
+            if "_proj." not in tensor:
+                continue
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            weight = np.frombuffer(data[begin:end], ml_dtypes.bfloat16).reshape(entry["shape"])
+            started = time.perf_counter()
+            plain_arithmetic(weight, name)
+            seconds += time.perf_counter() - started
+    return seconds
+
+
+def plain_arithmetic(weight: np.ndarray, name: str) -> np.ndarray:
+    """Largest magnitude, division, rounding, cast: float32 in between."""
+    values = weight.astype(np.float32)
+    if name == "fp8":
+        return (values / (np.abs(values).max() / np.float32(448))).astype(ml_dtypes.float8_e4m3fn)
+    if name == "fp8_pc_pt":
+        scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(448)
+        return (values / scales).astype(ml_dtypes.float8_e4m3fn)
+    if name == "int4_rtn":
+        groups = values.reshape(len(values), -1, 128)
+        scales = np.abs(groups).max(axis=2, keepdims=True) / np.float32(7)
+        return np.clip(np.rint(groups / scales), -8, 7).astype(np.int8)
+    blocks = values.reshape(len(values), -1, 16)
+    whole = np.abs(values).max() / np.float32(6 * 448)
+    scales = (np.abs(blocks).max(axis=2, keepdims=True) / (6 * whole)).astype(ml_dtypes.float8_e4m3fn)
+    return (blocks / (scales.astype(np.float32) * whole)).astype(ml_dtypes.float4_e2m1fn)
+
+
+def constant_calibration(layers: int) -> Calibration:
+    """Largest inputs of 8 everywhere: what a calibration would have found is not measured here."""
+    names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    amax = np.array(8.0, np.float32)
+    modules = (f"model.layers.{layer}.{name}_proj" for layer in range(layers) for name in names)
+    return Calibration({f"{module}.input_quantizer._amax": amax for module in modules})
+
+
+def conversion(source: Source, destination: Path, dtype: str, workers: int, name: str = "none") -> float:
     started = time.perf_counter()
-    convert(source, destination, dtype=dtype, tensor_parallel=2, workers=workers, output=Output.quiet())
+    convert(
+        source,
+        destination,
+        dtype=dtype,
+        scheme=Scheme(name),
+        calibration=constant_calibration(source.shape.num_hidden_layers),
+        tensor_parallel=2,
+        workers=workers,
+        output=Output.quiet(),
+    )
     seconds = time.perf_counter() - started
     shutil.rmtree(destination)
     return seconds
@@ -175,11 +237,33 @@ def measure(folder: Path, layers: int, rounds: int, workers: int, *, bounded: bo
     return held
 
 
-def peak_memory(folder: Path, layers: int, workers: int) -> bool:
-    """Peak RssAnon of a process that converts once, against 4 × largest tensor + 150 MB."""
-    largest = 2 * max(int(np.prod(shape)) for shape in tensor_shapes(layers).values())
-    command = [sys.executable, __file__, "--once", str(folder / f"model{layers}"), str(folder / "out")]
-    process = subprocess.Popen([*command, "--workers", str(workers)])
+def measure_formats(folder: Path, layers: int, rounds: int, workers: int) -> bool:
+    """Ratios of every data-free format to copy floor + arithmetic floor; whether the bound holds."""
+    model = folder / f"model{layers}"
+    source, target = checked(model), folder / "out"
+    held = True
+    for name in FORMATS:
+        copied = name in ("int8_wo", "int4_wo")
+        conversion(source, target, "bfloat16", workers, name)
+        ratios, floors, mine = [], [], []
+        for _ in range(rounds):
+            floors.append(floor(model, target) + (0.0 if copied else arithmetic(model, name)))
+            mine.append(conversion(source, target, "bfloat16", workers, name))
+            ratios.append(mine[-1] / floors[-1])
+        bound = BOUNDS["copy"] if copied else FORMAT_BOUND
+        good = statistics.median(ratios) <= bound
+        held = held and good
+        print(
+            f"  {name}: {statistics.median(mine):.3f} s; floor {statistics.median(floors):.3f} s; "
+            f"/ floor: {summary(ratios)} (bound {bound}: {'held' if good else 'MISSED'})"
+        )
+    return held
+
+
+def sampled(command: list[str]) -> tuple[float, int, str]:
+    """(seconds, peak RssAnon, standard output) of a process."""
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     peak = 0
     while process.poll() is None:
         try:
@@ -190,15 +274,61 @@ def peak_memory(folder: Path, layers: int, workers: int) -> bool:
             if line.startswith("RssAnon:"):
                 peak = max(peak, int(line.split()[1]) * 1024)
         time.sleep(0.002)
+    seconds = time.perf_counter() - started
     if process.wait() != 0:
-        raise SystemExit("the measured conversion failed")
+        raise SystemExit(f"failed: {' '.join(command)}")
+    assert process.stdout is not None
+    return seconds, peak, process.stdout.read()
+
+
+def once(folder: Path, layers: int, workers: int, name: str, dtype: str) -> tuple[float, int, float]:
+    """(seconds with start and import, peak RssAnon, seconds of the conversion) of a process that converts once."""
+    command = [sys.executable, __file__, "--once", str(folder / f"model{layers}"), str(folder / "out")]
+    seconds, peak, printed = sampled([*command, "--workers", str(workers), "--format", name, "--dtype", dtype])
     shutil.rmtree(folder / "out")
+    return seconds, peak, float(printed)
+
+
+def peak_memory(folder: Path, layers: int, workers: int) -> bool:
+    """Peak RssAnon of a process that converts once, against 4 × largest tensor + 150 MB."""
+    largest = 2 * max(int(np.prod(shape)) for shape in tensor_shapes(layers).values())
     bound = 4 * largest + 150_000_000
-    held = peak <= bound
-    print(
-        f"  peak RssAnon, {layers} layers, {workers} worker(s), bfloat16 to float16: {peak / 1e6:.0f} MB "
-        f"(bound {bound / 1e6:.0f} MB: {'held' if held else 'MISSED'}; largest tensor {largest / 1e6:.0f} MB)"
-    )
+    held = True
+    for name, dtype in (("none", "float16"), ("fp8", "bfloat16"), ("int4_rtn", "bfloat16"), ("nvfp4", "bfloat16")):
+        _, peak, _ = once(folder, layers, workers, name, dtype)
+        held = held and peak <= bound
+        print(
+            f"  peak RssAnon, {layers} layers, {workers} worker(s), {name} in {dtype}: {peak / 1e6:.0f} MB "
+            f"(bound {bound / 1e6:.0f} MB: {'held' if peak <= bound else 'MISSED'}; "
+            f"largest tensor {largest / 1e6:.0f} MB)"
+        )
+    return held
+
+
+def against_peer(folder: Path, layers: int, workers: int, python: Path) -> bool:
+    """The same jobs by ModelOpt in the same run; whether lpx is as much faster and smaller as promised."""
+    held = True
+    script = Path(__file__).with_name("modelopt_export.py")
+    for name in PEERS:
+        theirs, their_peak, printed = sampled(
+            [str(python), str(script), str(folder / f"model{layers}"), str(folder / "peer"), name]
+        )
+        shutil.rmtree(folder / "peer")
+        steps = json.loads(printed.splitlines()[-1])
+        mine, my_peak, converting = once(folder, layers, workers, name, "bfloat16")
+        ratios = {
+            "with import": theirs / mine,
+            "without": (theirs - steps["import"]) / converting,
+            "anonymous peak": their_peak / my_peak,
+        }
+        good = all(ratios[key] >= bound for key, bound in PEER_BOUNDS.items())
+        held = held and good
+        listed = ", ".join(f"{key} {ratio:.1f}x (bound {PEER_BOUNDS[key]:g}x)" for key, ratio in ratios.items())
+        print(
+            f"  {name}: ModelOpt {theirs:.1f} s, {their_peak / 1e6:.0f} MB; "
+            f"lpx {mine:.2f} s ({converting:.2f} s without "
+            f"import), {my_peak / 1e6:.0f} MB: {listed}: {'held' if good else 'MISSED'}"
+        )
     return held
 
 
@@ -209,26 +339,41 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--disk", type=Path, help="measure in this folder as well, without a bound")
-    parser.add_argument("--once", nargs=2, type=Path, metavar=("MODEL", "OUT"), help="convert once to float16")
+    parser.add_argument("--once", nargs=2, type=Path, metavar=("MODEL", "OUT"), help="convert once, print the seconds")
+    parser.add_argument("--format", default="none", help="of --once")
+    parser.add_argument("--dtype", default="float16", help="of --once")
+    parser.add_argument("--peer", type=Path, help="interpreter with nvidia-modelopt, torch and transformers")
+    parser.add_argument("--formats-only", action="store_true", help="not the copy and the cast, one size of model")
     options = parser.parse_args()
     if options.once:
         model, target = options.once
-        conversion_only = checked(model)
+        source = checked(model)
+        started = time.perf_counter()
         convert(
-            conversion_only,
+            source,
             target,
-            dtype="float16",
+            dtype=options.dtype,
+            scheme=Scheme(options.format),
+            calibration=constant_calibration(source.shape.num_hidden_layers),
             tensor_parallel=2,
             workers=options.workers,
             output=Output.quiet(),
         )
+        print(time.perf_counter() - started)
         return 0
     held = True
     with tempfile.TemporaryDirectory(prefix="lpx-conversion-", dir=options.folder) as name:
         folder = Path(name)
-        for layers in (options.layers, 2 * options.layers):
-            held &= measure(folder, layers, options.rounds, options.workers, bounded=True)
+        for layers in (options.layers,) if options.formats_only else (options.layers, 2 * options.layers):
+            if options.formats_only:
+                write_model(folder / f"model{layers}", layers)
+            else:
+                held &= measure(folder, layers, options.rounds, options.workers, bounded=True)
             held &= peak_memory(folder, layers, options.workers)
+            if layers == options.layers:
+                held &= measure_formats(folder, layers, options.rounds, options.workers)
+                if options.peer:
+                    held &= against_peer(folder, layers, options.workers, options.peer)
             shutil.rmtree(folder / f"model{layers}")
     if options.disk:
         with tempfile.TemporaryDirectory(prefix="lpx-conversion-", dir=options.disk) as name:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -90,11 +91,16 @@ from pathlib import Path
 from lpxbuild.checkpoint import convert
 from lpxbuild.errors import LpxError
 from lpxbuild.output import Output
+from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import check
 output = Output("human")
 source = check(Path(sys.argv[1]), origin="sparse", need_tokenizer=False, tensor_parallel=2, output=output)
 try:
-    convert(source, Path(sys.argv[2]), dtype=sys.argv[3], tensor_parallel=2, workers=int(sys.argv[4]), output=output)
+    scheme = Scheme(sys.argv[5])
+    workers = int(sys.argv[4])
+    convert(
+        source, Path(sys.argv[2]), dtype=sys.argv[3], scheme=scheme, tensor_parallel=2, workers=workers, output=output
+    )
 except LpxError as error:
     output.error(error)
     sys.exit(error.exit_code)
@@ -102,11 +108,17 @@ except LpxError as error:
 
 
 def run_convert(
-    model: Path, target: Path, dtype: str, workers: int, *, limit: Callable[[], None] | None = None
+    model: Path,
+    target: Path,
+    dtype: str,
+    workers: int,
+    *,
+    scheme: str = "none",
+    limit: Callable[[], None] | None = None,
 ) -> tuple[int, str, int]:
     """Exit status, stderr and peak RssAnon of a conversion in a process of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-c", CONVERT, str(model), str(target), dtype, str(workers)],
+        [sys.executable, "-c", CONVERT, str(model), str(target), dtype, str(workers), scheme],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=limit,
@@ -129,6 +141,39 @@ class TestPeak:
     """The bound is 4 × the largest tensor + 150 MB for all workers together, whatever the size of the model."""
 
     LARGEST = 2 * 12288 * 4096
+
+    @pytest.mark.parametrize("scheme", ["fp8_pc_pt", "int4_rtn", "w4a16_nvfp4"])
+    def test_of_quantizing(self, tmp_path: Path, scheme: str) -> None:
+        """What a worker needs beside its blocks does not grow with the tensor."""
+        model = sparse_source(tmp_path / "source", 1)
+        status, stderr, peak = run_convert(model, tmp_path / "out", "bfloat16", 2, scheme=scheme)
+        assert status == 0, stderr
+        assert peak < 100 * MIB
+
+    @pytest.mark.full  # 20 GB are read as holes and 5 GB written: minutes
+    def test_of_twenty_gigabytes(self, tmp_path: Path) -> None:
+        """53 layers of 374 MB under a limit of 2 GB of data; the checkpoint has 5.3 GB."""
+        needed = 25 * 10**9
+        free = shutil.disk_usage(tmp_path).free
+        if free < needed:
+            pytest.skip(f"needs {needed} bytes on the disk of {tmp_path}, {free} are free")
+        model = sparse_source(tmp_path / "source", 53)
+        size = (model / "model.safetensors").stat().st_size
+        assert size > 19.8e9
+        limit = 2 * 10**9
+
+        def limited() -> None:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+        try:
+            target = tmp_path / "out"
+            status, stderr, peak = run_convert(model, target, "bfloat16", 2, scheme="int4_rtn", limit=limited)
+            assert status == 0, stderr
+            assert peak < 1.5e9
+            written = sum(file.stat().st_size for file in target.glob("rank*.safetensors"))
+            assert 0.25 * size < written < 0.3 * size
+        finally:
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
     @pytest.mark.parametrize("workers", [1, 8])
     def test_of_one_layer(self, tmp_path: Path, workers: int) -> None:
