@@ -40,8 +40,8 @@ SCHEMES = {
 
 UNKNOWN = {
     "gpt2-int4awq": ("transformer.layers.1.mlp.proj",),
-    "gpt2-int4awq64": ("transformer.layers.1.mlp.fc", "transformer.layers.1.mlp.proj"),
-    "gpt2-w4a8awq": ("transformer.layers.1.mlp.fc", "transformer.layers.1.mlp.proj"),
+    "gpt2-int4awq64": ("transformer.layers.1.mlp.fc",),
+    "gpt2-w4a8awq": ("transformer.layers.1.mlp.proj",),
     "llama-h256-int4awq64": ("transformer.layers.1.mlp.fc",),
     "llama-int4awq": ("transformer.layers.1.mlp.gate",),
     "llama-w4a8awq": ("transformer.layers.1.mlp.gate",),
