@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lpxbuild.engine.openvino  # noqa: F401  before openvino itself, which would report its import
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -35,8 +37,6 @@ class Graph:
 
     def __init__(self, engine: Path) -> None:
         import openvino as ov
-
-        import lpxbuild.engine.openvino  # noqa: F401
 
         self.path = engine / "openvino_model.xml"
         self.properties = json.loads((engine / "engine.json").read_text(encoding="utf-8"))["properties"]
