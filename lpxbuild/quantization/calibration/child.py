@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -248,7 +249,10 @@ def calibrate(job: dict[str, Any]) -> None:
         torch.manual_seed(job["seed"])
         kv_cache = job["kv_cache"] if number == 0 else "none"
         config = configuration(mtq, method, kv_cache, job["group_size"])
-        model = mtq.quantize(load(job), config, run_texts)
+        try:
+            model = mtq.quantize(load(job), config, run_texts)
+        except AssertionError as error:
+            raise Refused(1, f"ModelOpt stopped: {error}") from error
         scales |= collected(model, method, lambda module, method=method: method_of(job, module) == method)  # type: ignore[misc]
         if kv_cache != "none":
             scales |= keys_and_values(model, batches)
@@ -266,6 +270,8 @@ def main(path: str) -> int:
     try:
         calibrate(job)
     except Refused as refused:
+        if refused.__cause__ is not None:
+            traceback.print_exception(refused.__cause__)
         sys.stderr.write(f"{refused}\n")
         return refused.status
     except MemoryError:
