@@ -56,13 +56,18 @@ class Artifact:
         return sum(record.size for record in self.files.values())
 
     def describe(self) -> dict[str, Any]:
-        """JSON form, for the record in the cache and for manifest.json."""
+        """JSON form, for the record in the cache."""
         data = {name: value for name, value in asdict(self).items() if name not in ("folder", "files", "notices")}
         return data | {
             "digest": self.digest,
             "notices": list(self.notices),
             "files": {name: record.as_dict() for name, record in sorted(self.files.items())},
         }
+
+    def described_briefly(self) -> dict[str, Any]:
+        """JSON form for manifest.json: of the files only digests and sizes."""
+        files = {name: {"sha256": record.sha256, "size": record.size} for name, record in sorted(self.files.items())}
+        return self.describe() | {"files": files}
 
     def save(self, folder: Path | None = None) -> None:
         """Write the record, atomically."""

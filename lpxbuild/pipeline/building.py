@@ -129,6 +129,7 @@ class _Build:
         self.paths: dict[str, Path] = {}
         self.commit: str | None = None
         self.files: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
         self._source: Source | None = None
         self._checked = False
 
@@ -319,6 +320,8 @@ class _Build:
 
     def _run_stages(self) -> EvidenceFailed | None:
         for stage in self.stages[1:]:
+            if self._left_out(stage):
+                continue
             try:
                 self._obtain(stage)
             except EvidenceFailed as failure:
@@ -328,6 +331,16 @@ class _Build:
                     self.output.step(f"{stage.name}: failed; {self.workspace.root} keeps the earlier result")
                 raise
         return None
+
+    def _left_out(self, stage: Stage) -> bool:
+        """Whether the stage cannot run here and is not in the cache either; evidence that is left out is said."""
+        reason = stage.left_out(self._work())
+        if reason is None or not self._has_to_run(stage, self.components(stage)):
+            return False
+        self.left_out[stage.name] = reason
+        if stage.evidence:
+            self.output.notice(f"{stage.name} was left out: {reason}")
+        return True
 
     def _carry_over(self) -> None:
         """Later stages of an earlier build stay in the view when nothing they depend on has moved."""
@@ -361,25 +374,18 @@ class _Build:
 
     def _finish(self, versions: Mapping[str, str], failure: EvidenceFailed | None) -> BuildResult:
         texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path)}
-        evidence, files = evidences.collected(self.artifacts, failure)
+        evidence, files = evidences.collected(self.artifacts, failure, self.left_out)
         texts |= files
         done = [name for name in NAMES if name in self.artifacts]
         if failure is not None:
             state = NOT_PROVEN
         elif "smoke" in self.artifacts:
-            state = PROVEN
+            enough = not self.recipe.verify.required or evidence.get("verify", {}).get("passed", False)
+            state = PROVEN if enough else NOT_PROVEN
         else:
             state = built_to(done[-1] if done else "source")
         if "repository" in self.artifacts:
             evidence["repository"] = self.artifacts["repository"].digest
-        stages = {}
-        for name, artifact in self.artifacts.items():
-            described = artifact.describe()
-            described["files"] = {
-                file: {"sha256": record["sha256"], "size": record["size"]}
-                for file, record in described["files"].items()
-            }
-            stages[name] = described
         data = {
             "name": self.recipe.name,
             "state": state,
@@ -392,7 +398,7 @@ class _Build:
                 "files": self.files,
                 "digest": combined(self.files),
             },
-            "stages": stages,
+            "stages": {name: artifact.described_briefly() for name, artifact in self.artifacts.items()},
             "versions": dict(versions),
             "notices": sorted({notice for artifact in self.artifacts.values() for notice in artifact.notices}),
             "evidence": evidence,

@@ -21,7 +21,7 @@ from lpxbuild.pipeline.workspace import Workspace
 
 
 def collected(
-    artifacts: Mapping[str, Artifact], failure: EvidenceFailed | None
+    artifacts: Mapping[str, Artifact], failure: EvidenceFailed | None, left_out: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The manifest's `evidence`, and the reports as files of the build folder by relative name."""
     evidence: dict[str, Any] = {"ran": []}
@@ -34,9 +34,12 @@ def collected(
             evidence[stage.name] = {"passed": False, "report": failure.evidence}
             texts |= {f"evidence/{name}": text for name, text in failure.files.items()}
         elif artifact is not None:
-            evidence[stage.name] = {"passed": True, "report": artifact.report, "made_at": artifact.made_at}
+            passed = artifact.report.get("ok", True)
+            evidence[stage.name] = {"passed": passed, "report": artifact.report, "made_at": artifact.made_at}
             texts |= {f"evidence/{name}": (artifact.path / name).read_text(encoding="utf-8") for name in artifact.files}
         else:
+            if stage.name in left_out:
+                evidence.setdefault("left_out", {})[stage.name] = left_out[stage.name]
             continue
         evidence["ran"].append(stage.name)
     return evidence, texts
@@ -69,7 +72,7 @@ def _lower(root: Path, manifest: Manifest, report: Any) -> None:
         view[TEXTS][name] = record_file(root / name).as_dict()
     evidence = {
         **manifest.data["evidence"],
-        "ran": ["smoke"],
+        "ran": [*(name for name in manifest.data["evidence"]["ran"] if name != "smoke"), "smoke"],
         "smoke": {"passed": False, "report": found, "made_at": _now()},
     }
     # Written anew with these: the time and the checksum.
@@ -77,23 +80,26 @@ def _lower(root: Path, manifest: Manifest, report: Any) -> None:
     manifests.write(root, {**data, "state": NOT_PROVEN, "evidence": evidence, "view": view})
 
 
-def refuted(manifest: Manifest | None, cache: Cache) -> str | None:
-    """The key of a passed smoke test in the cache that the manifest knows a later failure of."""
-    if manifest is None:
-        return None
-    verdict = manifest.data["evidence"].get("smoke", {})
-    key = manifest.stages.get("smoke", {}).get("key")
-    if verdict.get("passed") is not False or "made_at" not in verdict or key is None:
-        return None
-    passed = cache.find("smoke", str(key))
-    return passed.key if passed is not None and passed.made_at <= verdict["made_at"] else None
+def refuted(manifest: Manifest | None, cache: Cache) -> dict[str, str]:
+    """Evidence that passed and lies in the cache, and of which the manifest knows a later failure: stage → key."""
+    found: dict[str, str] = {}
+    for stage in STAGES:
+        if manifest is None or not stage.evidence:
+            continue
+        verdict = manifest.data["evidence"].get(stage.name, {})
+        key = manifest.stages.get(stage.name, {}).get("key")
+        if verdict.get("passed") is not False or "made_at" not in verdict or key is None:
+            continue
+        passed = cache.find(stage.name, str(key))
+        if passed is not None and passed.made_at <= verdict["made_at"]:
+            found[stage.name] = passed.key
+    return found
 
 
 def forget_refuted(manifest: Manifest | None, cache: Cache, *, output: Output) -> None:
-    """Take a refuted proof out of the cache, so that the smoke test runs again."""
-    key = refuted(manifest, cache)
-    if key is not None:
-        cache.discard("smoke", key, output=output)
+    """Take refuted proofs out of the cache, so that they are tried again."""
+    for stage, key in refuted(manifest, cache).items():
+        cache.discard(stage, key, output=output)
 
 
 def _now() -> str:

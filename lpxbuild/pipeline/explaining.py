@@ -96,8 +96,8 @@ def why(
         inputs = _inputs(stage, files or {}, commit, artifacts) | stage.inputs(recipe, base)
         wanted = components(recipe, fields=stage.fields, versions=stage.versions, rooms=stage.rooms, inputs=inputs)
         plan, artifact = _plan(stage, wanted, cache, before.get(stage.name), force=force)
-        if stage.name == "smoke" and not plan.runs and evidence.refuted(old, cache) is not None:
-            plan = StagePlan("smoke", True, ("a later smoke test of the same files failed",))
+        if not plan.runs and stage.name in evidence.refuted(old, cache):
+            plan = StagePlan(stage.name, True, (f"a later {stage.name} of the same files failed",))
         plans.append(plan)
         if artifact is not None:
             artifacts[stage.name] = artifact

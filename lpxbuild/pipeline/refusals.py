@@ -43,6 +43,10 @@ def check(
 
         embedded.find(cache)
         check_cache_memory(recipe.runtime.kv_cache_bytes)
+    if "verify" in names:
+        from lpxbuild.pipeline import verifying
+
+        verifying.check(recipe, folder, base)
     if first.name not in ("calibration", "checkpoint", "engine"):
         return
     found = source()

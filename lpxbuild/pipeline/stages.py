@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,10 @@ def _nothing(_recipe: Recipe, _base: Path) -> dict[str, str]:
     return {}
 
 
+def _by_nobody(_work: Work) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Stage:
     """One row of the registry.
@@ -69,6 +74,7 @@ class Stage:
         hash_input: hash that artifact in full before a run.
         applies: (recipe, its folder) → whether a build of it has this stage.
         inputs: (recipe, its folder) → what else the output depends on, by name.
+        left_out: why this host cannot run it, where the recipe leaves that open; None = it can.
         evidence: it makes a verdict, not a part of the build.
     """
 
@@ -81,6 +87,7 @@ class Stage:
     hash_input: bool = False
     applies: Callable[[Recipe, Path], bool] = _always
     inputs: Callable[[Recipe, Path], dict[str, str]] = _nothing
+    left_out: Callable[[Work], str | None] = _by_nobody
     evidence: bool = False
 
 
@@ -102,38 +109,6 @@ def _convert_source(work: Work, destination: Path) -> dict[str, Any]:
     assert work.gguf is not None
     source.fetch(str(work.gguf), None, destination=destination, dtype=work.recipe.model.dtype, output=work.output)
     return {"converted": work.gguf.name}
-
-
-def _calibrate(work: Work, destination: Path) -> dict[str, Any]:
-    from lpxbuild.quantization import calibration
-    from lpxbuild.quantization.scheme import Scheme
-
-    recipe = work.recipe
-    if work.source().quantization is not None:
-        return {"skipped": "the source is quantized already and has its scales"}
-    report = calibration.calibrate(
-        work.paths["source"],
-        destination,
-        scheme=Scheme.of(recipe.quantization),
-        settings=recipe.quantization.calibration,
-        base=work.base,
-        python=reference_python(recipe, work.base),
-        log=work.logs / "calibration.log",
-        output=work.output,
-    )
-    return plain(report)
-
-
-def _needs_calibration(recipe: Recipe, _base: Path) -> bool:
-    from lpxbuild.quantization.scheme import Scheme
-
-    return Scheme.of(recipe.quantization).needs_calibration
-
-
-def _calibration_inputs(recipe: Recipe, base: Path) -> dict[str, str]:
-    from lpxbuild.quantization.calibration import inputs
-
-    return inputs(recipe.quantization.calibration, base=base, python=reference_python(recipe, base))
 
 
 def reference_python(recipe: Recipe, base: Path) -> Path | None:
@@ -266,6 +241,15 @@ def plain(report: Any) -> dict[str, Any]:
     return {name: value for name, value in data.items() if not isinstance(value, Path)}
 
 
+def _lazily(module: str, function: str) -> Callable[..., Any]:
+    """A function of a module of this package that needs this one."""
+
+    def call(*arguments: Any) -> Any:
+        return getattr(import_module(f"lpxbuild.pipeline.{module}"), function)(*arguments)
+
+    return call
+
+
 STAGES: tuple[Stage, ...] = (
     Stage(
         "source",
@@ -276,7 +260,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "calibration",
-        _calibrate,
+        _lazily("calibrating", "run_stage"),
         # Not `exclude`: what was seen in a layer that stays unquantized is simply not used.
         fields=(
             "quantization.format",
@@ -288,8 +272,8 @@ STAGES: tuple[Stage, ...] = (
         versions=("tokenizers",),
         rooms=("families", "quantization"),
         reads=("source",),
-        applies=_needs_calibration,
-        inputs=_calibration_inputs,
+        applies=_lazily("calibrating", "applies"),
+        inputs=_lazily("calibrating", "inputs"),
     ),
     Stage(
         "checkpoint",
@@ -350,6 +334,18 @@ STAGES: tuple[Stage, ...] = (
         versions=("python",),
         rooms=("repository", "model_repo"),
         reads=("engine",),
+    ),
+    Stage(
+        "verify",
+        _lazily("verifying", "run_stage"),
+        fields=("verify.text", "verify.tokens", "verify.prompts", "verify.warn", "verify.fail"),
+        versions=("openvino", "tokenizers"),
+        rooms=("families", "quantization", "source", "checkpoint", "engine", "recipe", "verify"),
+        reads=("source", "checkpoint", "engine"),
+        applies=_lazily("verifying", "applies"),
+        inputs=_lazily("verifying", "inputs"),
+        left_out=_lazily("verifying", "left_out"),
+        evidence=True,
     ),
     Stage(
         "smoke",

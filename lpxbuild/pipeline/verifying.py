@@ -13,7 +13,7 @@ from lpxbuild.output import Output
 from lpxbuild.pipeline import manifest as manifests
 from lpxbuild.pipeline import source_input
 from lpxbuild.pipeline.cache import Cache
-from lpxbuild.pipeline.digest import RememberedDigests, record_file
+from lpxbuild.pipeline.digest import RememberedDigests, record_file, sha256_file
 from lpxbuild.pipeline.manifest import NOT_PROVEN, TEXTS, Manifest
 from lpxbuild.pipeline.placing import write_atomically
 from lpxbuild.pipeline.stages import EvidenceFailed, Work, reference_python
@@ -28,13 +28,34 @@ LOG = "verify.log"
 
 def applies(recipe: Recipe, base: Path) -> bool:
     """Whether a build of this recipe compares itself with its source: `verify.run`, and what is installed."""
-    if recipe.verify.run != "auto":
-        return recipe.verify.run == "always"
+    if recipe.verify.run != "auto" or recipe.verify.required:
+        return recipe.verify.run != "never"
     from lpxbuild.verify import checks
 
     return checks.missing_packages(reference_python(recipe, base)) is None and (
         recipe.checkpoint_layout == "unified_hf" or checks.no_engine() is None
     )
+
+
+def inputs(recipe: Recipe, base: Path) -> dict[str, str]:
+    """The text, and the versions of the reference."""
+    from lpxbuild.quantization.calibration.interpreter import versions
+    from lpxbuild.verify.texts import BUILTIN
+
+    found = versions(reference_python(recipe, base))
+    given = {f"reference {name}": found[name] or "absent" for name in ("torch", "transformers")}
+    path = base / recipe.verify.text
+    if recipe.verify.text != BUILTIN and path.is_file():
+        given["text"] = sha256_file(path)
+    return given
+
+
+def left_out(work: Work) -> str | None:
+    """Why the comparison does not run here; a recipe that demands it was refused before."""
+    from lpxbuild.verify import cannot_run
+
+    python = reference_python(work.recipe, work.base)
+    return cannot_run(work.paths["source"], python=python, embedded=_embedded(work.recipe))
 
 
 def check(recipe: Recipe, folder: Path, base: Path) -> None:
@@ -48,13 +69,13 @@ def check(recipe: Recipe, folder: Path, base: Path) -> None:
     from lpxbuild.verify.texts import check_text
 
     check_text(recipe.verify.text, base)
-    if recipe.verify.run != "always":
+    if recipe.verify.run != "always" and not recipe.verify.required:
         return
     reason = cannot_run(folder, python=reference_python(recipe, base), embedded=_embedded(recipe))
     if reason is not None:
         raise HostError(
             f"verify cannot run here: {reason}",
-            why="the recipe says verify.run: always",
+            why="the recipe demands it (verify.run: always, or verify.required)",
             next="pip install 'lpxbuild[verify]', or set runtime.reference_python, or verify.run: auto",
         )
 
@@ -65,14 +86,10 @@ def run_stage(work: Work, destination: Path) -> dict[str, Any]:
     Raises:
         EvidenceFailed: the verdict is negative.
     """
-    from lpxbuild.verify import cannot_run, run
+    from lpxbuild.verify import run
 
     recipe = work.recipe
     python = reference_python(recipe, work.base)
-    reason = cannot_run(work.paths["source"], python=python, embedded=_embedded(recipe))
-    if reason is not None:
-        work.output.notice(f"verify was left out: {reason}")
-        return {"ok": False, "status": "left out", "reasons": [reason]}
     log = work.logs / LOG
     engine = work.paths.get("engine") if recipe.backend == "openvino" else None
     built = _input(recipe, work.paths["source"], work.paths["checkpoint"], engine)
