@@ -55,6 +55,7 @@ def calibrated(lines: Path, name: str, scheme: Scheme, python: Path) -> Path:
     return destination
 
 
+@pytest.mark.slow  # torch, transformers and ModelOpt are loaded by two processes, one after the other
 def test_two_formats_and_a_cache(lines: Path, reference_python: Path) -> None:
     """One calibration of a mixed model is that of each format alone, and keys and values are those of transformers."""
     scheme = Scheme("int8_sq", "int8", overrides={"*.layers.1.*": "fp8"})
