@@ -17,6 +17,9 @@ OVERHEAD = 1_500_000_000
 SHARE = 0.9
 """Of the available memory may be planned with."""
 NEEDS = ("torch", "transformers")
+JUDGED = ("compressed-tensors",)
+"""Methods of quantized sources that transformers dequantizes by itself on any CPU. It warns of a method that it does
+not know and takes the stored numbers for weights, so every other one is left alone."""
 _TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -59,6 +62,12 @@ def not_judgeable(folder: Path, python: Path | None) -> str | None:
     model_type = config.get("model_type")
     if not knows_model_type(python, str(model_type)):
         return f"transformers has no class of its own for models of the type {model_type!r}"
+    quantized = config.get("quantization_config") or config.get("compression_config")
+    method = str(quantized.get("quant_method")) if isinstance(quantized, dict) else None
+    if method is None and any((folder / name).is_file() for name in ("hf_quant_config.json", "quantize_config.json")):
+        method = "of ModelOpt or GPTQ"
+    if method is not None and method not in JUDGED:
+        return f"the source is quantized ({method}) in a way that transformers cannot compute on a CPU"
     if not (folder / "tokenizer.json").is_file():
         return "the source has no tokenizer.json, so there are no texts"
     return None

@@ -136,7 +136,7 @@ def _sections(verdict: Verdict, title: str) -> Iterator[str]:
     if verdict.token_kl:
         yield "<section><h2>Where they differ</h2>"
         yield kl_chart([value for _, value in verdict.token_kl])
-        yield "<p>The darker a token, the more the two disagree about what follows it.</p>"
+        yield "<p>The stronger a token's colour, the more the two disagree about what follows it.</p>"
         yield f'<p class="text">{"".join(_tokens(verdict.token_kl[:SHOWN_TOKENS]))}</p></section>'
     if verdict.notes:
         items = "".join(f"<li>{escape(note)}</li>" for note in verdict.notes)
