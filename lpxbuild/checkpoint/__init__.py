@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from lpxbuild.checkpoint.convert import convert
+from lpxbuild.checkpoint.convert import check_scheme, convert
 from lpxbuild.checkpoint.reader import CheckpointReader, read
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
 
-__all__ = ["CheckpointReader", "ConversionReport", "OverflowedTensor", "RankStatistics", "convert", "read"]
+__all__ = [
+    "CheckpointReader",
+    "ConversionReport",
+    "OverflowedTensor",
+    "RankStatistics",
+    "check_scheme",
+    "convert",
+    "read",
+]

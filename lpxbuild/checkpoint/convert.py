@@ -29,6 +29,7 @@ from lpxbuild.checkpoint.statistics import Extent
 from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources, Stopped
 from lpxbuild.checkpoint.works import Work, works_of
 from lpxbuild.errors import HostError, RecipeError, SourceError
+from lpxbuild.families import family_named
 from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
 from lpxbuild.quantization import FORMATS
@@ -38,6 +39,7 @@ from lpxbuild.source import tokenizer_files
 from lpxbuild.source.quantized.arrays import mapped
 
 if TYPE_CHECKING:
+    from lpxbuild.families import ModelShape
     from lpxbuild.source import Source
 
 Advance = Callable[[int], None]
@@ -90,7 +92,7 @@ def convert(
         scheme = source.quantization.scheme
         check_contents(source.quantization, mapped(source.tensors))
     else:
-        _check_calibration(scheme, calibration)
+        _check_calibration(scheme, calibration, output)
     workers = workers if workers is not None else min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     kind = SAFETENSORS_NAMES[dtype]
     tensors = list(plan(shape, tensor_parallel, pipeline_parallel))
@@ -153,8 +155,29 @@ def convert(
     return report
 
 
-def _check_calibration(scheme: Scheme, calibration: Calibration | None) -> None:
-    if calibration is None and scheme.needs_calibration:
+def check_scheme(shape: ModelShape, scheme: Scheme, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Refuse formats and patterns that a TensorRT-LLM checkpoint cannot hold. Needs neither weights nor a calibration.
+
+    Raises:
+        RecipeError: a pattern that fits nothing, a mixture that TensorRT-LLM cannot load.
+        SourceError: sizes that a format's groups and bytes cannot hold.
+    """
+    tensors = list(plan(shape, tensor_parallel, pipeline_parallel))
+    parts = [part.module for tensor in tensors if tensor.linear is not None for part in tensor.linear.parts]
+    modules = {name.rpartition(".")[0] for name in family_named(shape.family).tensors(shape)}
+    scheme.check_patterns(dict.fromkeys(parts), modules.difference(parts))
+    linear_formats(tensors, scheme)
+    check_storable(tensors, scheme)
+
+
+def _check_calibration(scheme: Scheme, calibration: Calibration | None, output: Output) -> None:
+    if calibration is None and scheme.only_fp8_cache:
+        output.notice(
+            "checkpoint: the scales of the FP8 KV cache are 1.0: nothing was measured. TensorRT-LLM's own exports have "
+            "no scale below 1.0 either; keys or values above 448 would be cut off, and only a calibration (extra "
+            "`calibrate`) finds those"
+        )
+    elif calibration is None and scheme.needs_calibration:
         calibrated = [name for name in scheme.formats if FORMATS[name].needs_calibration]
         what = f"format {calibrated[0]}" if calibrated else f"kv_cache {scheme.kv_cache}"
         raise RecipeError(

@@ -138,8 +138,9 @@ def cache_scales(
         attention = attention_module(tensor.planned.linear)
         if source.quantization is not None:
             pair = source.quantization.key_value_scale(mapped(source.tensors), attention, source.tensors)
+        elif calibration is None:
+            pair = 1.0, 1.0  # FP8 alone may go without: see only_fp8_cache
         else:
-            assert calibration is not None
             divisor = 448.0 if scheme.kv_cache == "fp8" else 127.0
             key, value = calibration.key_value_amax(attention)
             pair = float(np.float32(key) / np.float32(divisor)), float(np.float32(value) / np.float32(divisor))

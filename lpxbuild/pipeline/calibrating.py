@@ -26,10 +26,27 @@ def inputs(recipe: Recipe, base: Path) -> dict[str, str]:
 
 
 def left_out(work: Work) -> str | None:
-    """A source that is quantized already has its scales."""
+    """A source that is quantized already has its scales; an FP8 KV cache of TensorRT-LLM's layout can do without."""
     from lpxbuild.source import is_quantized
 
-    return "the source is quantized already and has its scales" if is_quantized(work.paths["source"]) else None
+    if is_quantized(work.paths["source"]):
+        return "the source is quantized already and has its scales"
+    return cache_without_measuring(work.recipe, work.base)
+
+
+def cache_without_measuring(recipe: Recipe, base: Path) -> str | None:
+    """Why an FP8 KV cache gets scales of 1.0: it is all that would be measured, and nothing here can."""
+    from lpxbuild.errors import HostError
+    from lpxbuild.quantization.calibration.interpreter import check_interpreter
+    from lpxbuild.quantization.scheme import Scheme
+
+    if recipe.checkpoint_layout != "tensorrt_llm" or not Scheme.of(recipe.quantization).only_fp8_cache:
+        return None
+    try:
+        check_interpreter(reference_python(recipe, base))
+    except HostError as error:
+        return error.what
+    return None
 
 
 def run_stage(work: Work, destination: Path) -> dict[str, Any]:

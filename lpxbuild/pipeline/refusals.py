@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lpxbuild.pipeline.calibrating import cache_without_measuring
 from lpxbuild.pipeline.stages import Stage, reference_python
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def check(
         features = attention_features(found.shape, recipe.limits.max_seq_len)
         check_features(features, recipe.backend)
         check_positions(found.shape, recipe.limits.max_seq_len)
-    if first.name == "calibration" and found.quantization is None:
+    if first.name == "calibration" and found.quantization is None and cache_without_measuring(recipe, base) is None:
         from lpxbuild.quantization.calibration import check_calibration
 
         check_calibration(
@@ -73,7 +74,11 @@ def _check_checkpoint(recipe: Recipe, source: Source) -> None:
 
     asked = Scheme.of(recipe.quantization)
     if recipe.checkpoint_layout == "tensorrt_llm":
+        from lpxbuild.checkpoint import check_scheme
+
         check_shapes(source.shape, source.scheme(asked), recipe.parallel.tensor)
+        if source.quantization is None:
+            check_scheme(source.shape, asked, recipe.parallel.tensor, recipe.parallel.pipeline)
     elif source.quantization is None:
         from lpxbuild.checkpoint.unified import check_unified
 

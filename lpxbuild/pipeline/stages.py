@@ -274,6 +274,7 @@ STAGES: tuple[Stage, ...] = (
         reads=("source",),
         applies=_lazily("calibrating", "applies"),
         inputs=_lazily("calibrating", "inputs"),
+        left_out=_lazily("calibrating", "left_out"),
     ),
     Stage(
         "checkpoint",

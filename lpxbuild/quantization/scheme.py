@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
+
+from lpxbuild.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,47 @@ class Scheme:
         return self.kv_cache != "none" or any(FORMATS[name].needs_calibration for name in self.formats)
 
     @property
+    def only_fp8_cache(self) -> bool:
+        """Whether an FP8 KV cache is all that a calibration would be for."""
+        from lpxbuild.quantization.formats import FORMATS
+
+        return self.kv_cache == "fp8" and not any(FORMATS[name].needs_calibration for name in self.formats)
+
+    @property
     def mixed(self) -> bool:
         """Whether patterns make exceptions."""
         return bool(self.exclude or self.overrides)
 
-    def unused(self, modules: Iterable[str]) -> tuple[str, ...]:
-        """Patterns that fit no module of the model: a misspelt one must not pass unseen."""
-        names = tuple(modules)
-        patterns = (*self.exclude, *self.overrides)
-        return tuple(pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names))
+    def check_patterns(self, linears: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Refuse patterns that change nothing: a misspelt one must not pass unseen.
+
+        Args:
+            linears: Hugging Face names of the linear layers that formats apply to.
+            others: of modules that stay unquantized in any case (lm_head); to exclude them is right, if needless.
+
+        Raises:
+            RecipeError: names the pattern and the nearest layers.
+        """
+        names, plain = tuple(linears), tuple(others)
+        for key, pattern in (
+            *(("exclude", pattern) for pattern in self.exclude),
+            *(("overrides", pattern) for pattern in self.overrides),
+        ):
+            fitting = (*names, *plain) if key == "exclude" else names
+            if any(fnmatchcase(name, pattern) for name in fitting):
+                continue
+            near = get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise RecipeError(
+                f"the pattern {pattern!r} of quantization.{key} fits no linear layer of the model",
+                why=f"the nearest are {', '.join(near)}; embeddings, heads, norms and routers are never quantized",
+                next="correct the pattern, or remove it",
+            )
+        if self.exclude and self.formats == ("none",):
+            raise RecipeError(
+                "quantization.exclude is given, but no format",
+                why="quantization.format is none, so no layer is quantized",
+                next="set quantization.format, or remove quantization.exclude",
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """For config.json and the manifest."""

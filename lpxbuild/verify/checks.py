@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lpxbuild.errors import HostError
 from lpxbuild.memory import available_memory, gigabytes
 
 if TYPE_CHECKING:
@@ -80,6 +82,21 @@ def too_large(folder: Path, *, embedded: bool) -> str | None:
     if needed > SHARE * available:
         return f"the comparison needs about {gigabytes(needed)} of memory, {gigabytes(available)} are available"
     return None
+
+
+def check_scratch(folder: Path, needed: int) -> None:
+    """Refuse texts whose logits do not fit on the disk.
+
+    Raises:
+        HostError: names both numbers.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise HostError(
+            f"the logits of both sides take about {gigabytes(needed)}, {gigabytes(free)} are free in {folder.parent}",
+            why="they lie in files while they are compared",
+            next="make room there, or lower verify.tokens",
+        )
 
 
 def whole_bytes(folder: Path) -> int:

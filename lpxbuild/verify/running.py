@@ -102,7 +102,7 @@ class _Comparison:
         from lpxbuild.quantization.calibration.interpreter import interpreter
 
         self.built, self.settings, self.python, self.log = built, settings, python, log
-        self.output, self.scratch = output, scratch
+        self.output, self.scratch, self.how = output, scratch, ""
         self.interpreter = interpreter(python)
         self.threads = built.threads or os.cpu_count() or 1
         self.tokenizer = Tokenizer.from_file(str(built.source / "tokenizer.json"))
@@ -120,6 +120,7 @@ class _Comparison:
         )
 
     def verdict(self, layerwise: bool | None) -> Verdict:
+        checks.check_scratch(self.scratch, self.texts.tokens * self.tokenizer.get_vocab_size() * 8)
         reason = checks.missing_packages(self.python) or checks.not_judgeable(self.built.source, self.python)
         if self.built.layout == "unified_hf":
             if reason is not None:
@@ -164,6 +165,7 @@ class _Comparison:
     def _reference(self, answers: Sequence[Sequence[int]], layerwise: bool | None) -> Outcome:
         side = self._transformers(self.built.source, layerwise, "transformers on the source")
         how = "layer by layer" if side.layerwise else "as a whole"
+        self.how = how
         self.output.step(f"verify: transformers runs {self.texts.tokens} tokens through the source {how}")
         return side.run(self.job, self.scratch / "reference", answers, texts=True, forced={})
 
@@ -212,6 +214,12 @@ class _Comparison:
                 fast=fast,
             )
         )
+        if not modules:
+            raise SourceError(
+                "the engine has no named places to compare",
+                why="it was compiled by an earlier version of lpx",
+                next="lpx build RECIPE --force",
+            )
         reasons = [f"{module.name}: {module.why}" for module in modules if not module.ok]
         if not tokens.finite:
             reasons.insert(0, "some logits are inf or nan")
@@ -236,7 +244,7 @@ class _Comparison:
             modules=modules,
             answers=self._answers(reference.result["answers"], answers),
             token_kl=tuple(zip(pieces, (float(value) for value in tokens.kl))),
-            notes=self._notes(fast),
+            notes=(*self._notes(fast), *_not_compared(reference, candidate)),
             facts=self._facts(reference),
         )
 
@@ -309,6 +317,7 @@ class _Comparison:
         found = versions(self.python)
         return {
             "reference": reference.result["class"],
+            "ran": self.how,
             "torch": found["torch"],
             "transformers": found["transformers"],
             "probe_tokens": len(self.job.probe),
@@ -340,6 +349,16 @@ def _as_fast(format_of: Callable[[str], str]) -> Callable[[str], str]:
         return "int8_wo" if name == "none" else name
 
     return found
+
+
+def _not_compared(reference: Outcome, candidate: Outcome) -> tuple[str, ...]:
+    """Places of the source that the engine has no name for; where one norm serves two parts, it has one."""
+    missing = sorted(
+        point
+        for point in reference.result["points"].keys() - candidate.result["points"].keys()
+        if not point.endswith(".post_layernorm")
+    )
+    return (f"the engine has no place for {', '.join(missing[:4])}",) if missing else ()
 
 
 def _contradiction(own: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lpxbuild.checkpoint import convert
+from lpxbuild.checkpoint import convert, read
 from lpxbuild.checkpoint.unified import convert_unified
 from lpxbuild.errors import LpxError, RecipeError
 from lpxbuild.output import Output
@@ -31,16 +31,25 @@ runtime: {{reference_python: {python}}}
 """
 
 
-@pytest.mark.parametrize("write", [convert, convert_unified])
-@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-def test_a_quantized_cache_without_data_is_refused(kv_cache, write, tmp_path):
-    """Scales of 1.0 would make it up; INT8 has no form in the unified layout at all."""
+def test_an_int8_cache_without_data_is_refused(tmp_path):
     source = check(BASELINE, origin="baseline", need_tokenizer=True, output=Output.quiet())
-    with pytest.raises(RecipeError, match=f"kv_cache {kv_cache}") as refusal:
-        write(source, tmp_path / "c", dtype="bfloat16", scheme=Scheme(kv_cache=kv_cache), output=Output.quiet())
-    assert kv_cache == "int8" or "calibration" in str(refusal.value)
-    assert refusal.value.next
+    for write in (convert, convert_unified):
+        with pytest.raises(RecipeError, match="kv_cache int8") as refusal:
+            write(source, tmp_path / "c", dtype="bfloat16", scheme=Scheme(kv_cache="int8"), output=Output.quiet())
+        assert refusal.value.next
     assert not (tmp_path / "c").exists()
+
+
+def test_an_fp8_cache_without_data_is_refused_or_said(tmp_path):
+    """Refused where the scale would be amax / 448; where it is at least 1.0 in any case, 1.0 with a notice."""
+    source = check(BASELINE, origin="baseline", need_tokenizer=True, output=Output.quiet())
+    with pytest.raises(RecipeError, match=r"kv_cache fp8.*calibration"):
+        convert_unified(source, tmp_path / "u", dtype="bfloat16", scheme=Scheme(kv_cache="fp8"), output=Output.quiet())
+    output = Output.quiet()
+    convert(source, tmp_path / "c", dtype="bfloat16", scheme=Scheme(kv_cache="fp8"), output=output)
+    assert any("scales of the FP8 KV cache are 1.0: nothing was measured" in notice for notice in output.notices)
+    name = "transformer.layers.0.attention.kv_cache_scaling_factor"
+    assert read(tmp_path / "c").tensor(name, 0).tolist() == [1.0]
 
 
 def built(folder: Path, dataset: str) -> tuple[int, str, float]:

@@ -837,3 +837,28 @@ def test_an_engine_that_changes_while_a_build_looks_at_it_is_not_half_kept(house
     monkeypatch.setattr(building.Workspace, "shown", changed_after)
     with pytest.raises(HostError, match="changed while"):
         house.build(to="checkpoint")
+
+
+# patterns of quantization -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["openvino", "vllm"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("quantization.exclude=['*.mlp.down_prj']", "'*.mlp.down_prj'"),
+        ("quantization.exclude=['transformer.layers.0.mlp.proj']", "layers.0.mlp"),
+        ("quantization.overrides={'lm_head': fp8_pc_pt}", "lm_head"),
+        ("quantization.exclude=['*.self_attn.k_proj']", "k_proj"),
+    ],
+)
+def test_patterns_that_change_nothing_or_split_a_matrix_are_refused_before_weights(house, backend, override, said):
+    with pytest.raises(RecipeError) as caught:
+        house.build("quantization.format=fp8_pc_pt", f"backend={backend}", override, to="checkpoint")
+    assert said in f"{caught.value.what} {caught.value.why}"
+    assert house.ran == []
+
+
+def test_an_exclusion_without_a_format_is_refused(house):
+    with pytest.raises(RecipeError, match="exclude is given, but no format"):
+        house.build("quantization.exclude=['*.mlp.*']", to="checkpoint")

@@ -35,13 +35,7 @@ def check_unified(shape: ModelShape, scheme: Scheme, *, backend: str | None = No
         )
     modules = model_modules(shape)
     names = tuple(module.name for module in modules.linears)
-    unused = scheme.unused((*names, *modules.plain))
-    if unused:
-        raise RecipeError(
-            f"pattern {unused[0]!r} of quantization.exclude or quantization.overrides fits no layer of the model",
-            why=f"layers have names like {names[0]} and {names[-1]}",
-            next="correct the pattern, or remove it",
-        )
+    scheme.check_patterns(names, modules.plain)
     used = tuple(dict.fromkeys(scheme.format_of(name) for name in names))
     for name in used:
         if name != "none" and name not in ENCODINGS:
