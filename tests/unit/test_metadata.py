@@ -21,7 +21,7 @@ BASE = {
 EXTRAS = {
     "embedded": {"numpy", "nvidia-pytriton", "openvino", "openvino-genai"},
     "gguf": {"gguf"},
-    "calibrate": {"nvidia-modelopt", "torch", "transformers"},
+    "calibrate": {"nvidia-modelopt", "torch", "transformers", "accelerate", "requests", "pyarrow"},
     "verify": {"torch", "transformers"},
     "gateway": set(),
     "bench": set(),
@@ -61,3 +61,11 @@ def test_transformers_5_is_kept_out(project):
     for extra in ("calibrate", "verify"):
         (line,) = [line for line in project["optional-dependencies"][extra] if line.startswith("transformers")]
         assert line.endswith(",<5")
+
+
+def test_the_extra_installs_what_a_calibration_demands(project: dict[str, Any]) -> None:
+    """pyarrow is for Parquet files alone, so an interpreter without it may calibrate as well."""
+    from lpxbuild.quantization.calibration.interpreter import REQUIREMENTS
+
+    assert {*REQUIREMENTS.values(), "pyarrow>=17"} == set(project["optional-dependencies"]["calibrate"])
+    assert set(project["optional-dependencies"]["verify"]) <= set(REQUIREMENTS.values())
