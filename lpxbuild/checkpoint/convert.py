@@ -22,7 +22,6 @@ from lpxbuild.checkpoint.quantized_config import linear_formats, quant_cfg, quan
 from lpxbuild.checkpoint.quantized_layout import StoredTensor, check_storable, stored_tensors
 from lpxbuild.checkpoint.quantized_transfer import Place, attention_module
 from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
-from lpxbuild.checkpoint.reexpress import check_contents
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk, fitting_workers
 from lpxbuild.checkpoint.statistics import Extent
@@ -36,6 +35,7 @@ from lpxbuild.quantization import FORMATS
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import tokenizer_files
+from lpxbuild.source.quantized import check_contents
 from lpxbuild.source.quantized.arrays import mapped
 
 if TYPE_CHECKING:

@@ -207,19 +207,3 @@ class Reexpressed:
             )
         (vector,) = vectors.values()
         return vector
-
-
-def check_contents(quantization: SourceQuantization, read: Read) -> None:
-    """Refuse what only small tensors of the files tell: zero points of a symmetric model, an order of the groups.
-
-    Raises:
-        SourceError: names the tensor.
-    """
-    for linear in quantization.linears.values():
-        wrong = linear.check_contents(read) if isinstance(linear, IntLinear) else None
-        if wrong is not None:
-            raise SourceError(
-                f"the source is already quantized ({quantization.title}), and {wrong}",
-                why="the settings in config.json say otherwise",
-                next="give the original, unquantized model as model.source",
-            )

@@ -76,7 +76,8 @@ def _check_checkpoint(recipe: Recipe, source: Source) -> None:
     if recipe.checkpoint_layout == "tensorrt_llm":
         from lpxbuild.checkpoint import check_scheme
 
-        check_shapes(source.shape, source.scheme(asked), recipe.parallel.tensor)
+        loaders = source.quantization.loaders if source.quantization is not None else None
+        check_shapes(source.shape, source.scheme(asked), recipe.parallel.tensor, loaders=loaders)
         if source.quantization is None:
             check_scheme(source.shape, asked, recipe.parallel.tensor, recipe.parallel.pipeline)
     elif source.quantization is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lpxbuild.errors import RecipeError, SourceError
+from lpxbuild.errors import LpxError, RecipeError, SourceError
 from lpxbuild.families import ModelShape, family_named, tensor_parallel_sizes
 from lpxbuild.families.weights import WeightRule, dimensions, expert_numbers
 from lpxbuild.quantization.formats import FORMATS
@@ -99,18 +99,24 @@ def _misfit(shape: ModelShape, scheme: Scheme, tensor: int) -> tuple[_Size, str,
     return None
 
 
-def check_shapes(shape: ModelShape, scheme: Scheme, tensor_parallel: int) -> None:
+def check_shapes(
+    shape: ModelShape, scheme: Scheme, tensor_parallel: int, *, loaders: Sequence[str] | None = None
+) -> None:
     """Refuse what the kernels of a format cannot take.
 
     TensorRT-LLM's weight-only linears round in and out features up to multiples of 64 (or of a group) × ranks, but its
     builder does not pad the tensors, so other sizes end in a shape error on the GPU host. `openvino` refuses the same,
     because a rehearsal must not pass what the GPU host would fail.
 
+    Args:
+        loaders: of a source that is quantized already: backends that load its files as they are. Its formats are no
+            choice of the recipe, so no other is proposed. None = the formats are the recipe's.
+
     Raises:
         SourceError: names the size, its value, the ranks, and what would work.
         RecipeError: a group size that the format does not have, or a format that the kind of model does not have.
     """
-    _check_kinds(shape, scheme)
+    check_kinds(shape, scheme, loaders=loaders)
     misfit = _misfit(shape, scheme, tensor_parallel)
     if misfit is None:
         return
@@ -120,40 +126,57 @@ def check_shapes(shape: ModelShape, scheme: Scheme, tensor_parallel: int) -> Non
         f"{size.key} {size.value} does not fit {name} with tensor parallel {tensor_parallel} (tp_size){grouped}",
         why=f"the {FORMATS[name].quant_algo} kernels need a multiple of "
         + (f"{multiple // tensor_parallel} × {tensor_parallel} = {multiple}" if multiple != NVFP4_BLOCK else "16"),
-        next=_next(shape, scheme, name, tensor_parallel),
+        next=_next(shape, scheme, name, tensor_parallel, loaders),
     )
 
 
-def _check_kinds(shape: ModelShape, scheme: Scheme) -> None:
+def check_kinds(shape: ModelShape, scheme: Scheme, *, loaders: Sequence[str] | None = None) -> None:
+    """The part of `check_shapes` that no size decides: what TensorRT-LLM has no kernels for in this kind of model.
+
+    Raises:
+        RecipeError: names the format and what can be chosen instead.
+        SourceError: the same, where the source has the format already.
+    """
     for rule, module, name in _linears(shape, scheme):
         if name == "w4a8_awq" and scheme.group_size != W4A8_GROUP:
-            raise RecipeError(
-                f"quantization.group_size {scheme.group_size} does not fit w4a8_awq",
-                why=f"the W4A8_AWQ kernels have groups of {W4A8_GROUP} only",
-                next=f"set quantization.group_size to {W4A8_GROUP}, or quantization.format to int4_awq",
+            what = f"quantization.group_size {scheme.group_size} does not fit w4a8_awq"
+            why = f"the W4A8_AWQ kernels have groups of {W4A8_GROUP} only"
+            choose = f"set quantization.group_size to {W4A8_GROUP}, or quantization.format to int4_awq"
+        elif rule.experts and name in NOT_FOR_EXPERTS:
+            what = f"quantization.format {name} does not fit {shape.family}: {module} is an expert"
+            why = NOT_FOR_EXPERTS[name]
+            choose = "set quantization.format to one of: " + ", ".join(
+                one for one, row in FORMATS.items() if "tensorrt" in row.backends and one not in NOT_FOR_EXPERTS
             )
-        if rule.experts and name in NOT_FOR_EXPERTS:
-            raise RecipeError(
-                f"quantization.format {name} does not fit {shape.family}: {module} is an expert",
-                why=NOT_FOR_EXPERTS[name],
-                next="set quantization.format to one of: "
-                + ", ".join(
-                    one for one, row in FORMATS.items() if "tensorrt" in row.backends and one not in NOT_FOR_EXPERTS
-                ),
-            )
-        if name == "fp8_pc_pt" and shape.norm != "rms":
-            raise RecipeError(
-                f"quantization.format fp8_pc_pt does not fit {shape.family}, whose norms are LayerNorm",
-                why="TensorRT-LLM's FP8_PER_CHANNEL_PER_TOKEN quantizes the inputs inside RMSNorm",
-                next="set quantization.format to fp8",
-            )
+        elif name == "fp8_pc_pt" and shape.norm != "rms":
+            what = f"quantization.format fp8_pc_pt does not fit {shape.family}, whose norms are LayerNorm"
+            why = "TensorRT-LLM's FP8_PER_CHANNEL_PER_TOKEN quantizes the inputs inside RMSNorm"
+            choose = "set quantization.format to fp8"
+        else:
+            continue
+        raise _misfitting(what, why, choose, loaders)
 
 
-def _next(shape: ModelShape, scheme: Scheme, name: str, tensor: int) -> str:
+def _misfitting(what: str, why: str, choose: str, loaders: Sequence[str] | None) -> LpxError:
+    if loaders is None:
+        return RecipeError(what, why=why, next=choose)
+    own = what.replace("quantization.", "the source's ", 1)
+    return SourceError(f"the source is already quantized; {own}", why=why, next=_as_it_is(loaders))
+
+
+def _as_it_is(loaders: Sequence[str]) -> str:
+    """What is left for a source whose own format will not do."""
+    original = "give the original, unquantized model as model.source"
+    return f"build for backend {' or '.join(loaders)}, or {original}" if loaders else original
+
+
+def _next(shape: ModelShape, scheme: Scheme, name: str, tensor: int, loaders: Sequence[str] | None) -> str:
     ways = []
     ranks = _working(shape, scheme, tensor_parallel_sizes(shape))
     if ranks:
         ways.append(f"set parallel.tensor to one of: {', '.join(map(str, ranks))}")
+    if loaders is not None:
+        return ", or ".join([*ways, _as_it_is(loaders)])
     if name in ("int4_rtn", "int4_awq"):
         groups = [
             group

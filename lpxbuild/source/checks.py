@@ -22,10 +22,22 @@ from lpxbuild.source.folder import (
     read_tensors,
     tokenizer_files,
 )
-from lpxbuild.source.quantized import Settings, check_settings, check_use, read_quantization, settings_of
+from lpxbuild.source.quantized import (
+    Settings,
+    check_contents,
+    check_settings,
+    check_use,
+    read_quantization,
+    settings_of,
+)
 from lpxbuild.source.records import Source, SourceFile
 from lpxbuild.source.tokens import check_vocabulary, read_vocabulary, special_ids
 from lpxbuild.source.weights import check_tied_head, dtype_notices, match_tensors, stored_dtype, with_prefix
+
+CONTENTS = 32 << 20
+"""Bytes of zero points and group orders of a quantized source that are looked at here: enough for the first layers of
+the largest models, a moment even from a slow disk. Whoever quantized one layer so did it to all; the conversion looks
+at the rest."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -47,7 +59,7 @@ def check(
     """Check a Hugging Face folder as a whole: config, index, headers, shapes, dtypes, tokenizer, special ids.
 
     Cheap questions come first, so that a refusal takes well under two seconds. No weight is read, except to compare
-    a redundant lm_head with the embedding of a tied model.
+    a redundant lm_head with the embedding of a tied model, and the zero points and group orders of GPTQ files.
 
     Args:
         path: the folder, as `fetch` returned it.
@@ -92,6 +104,10 @@ def check(
             backend=backend,
             tensor_parallel=tensor_parallel,
         )
+        if layout is not None:
+            from lpxbuild.source.quantized.arrays import mapped
+
+            check_contents(quantization, mapped(tensors), most_bytes=CONTENTS)
         notices += quantization.notices
 
     vocabulary = read_vocabulary(path, need_tokenizer=need_tokenizer)

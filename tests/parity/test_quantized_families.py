@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from lpxbuild.checkpoint import convert
+from lpxbuild.errors import SourceError
 from lpxbuild.families import family_for
 from lpxbuild.output import Output
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import check
+from lpxbuild.source.checks import check_config
 from lpxbuild.source.quantized.arrays import mapped
 from lpxbuild.source.quantized.modules import Modules, modules_of
 
@@ -243,6 +245,22 @@ def stands_for(t: Arrays, name: str) -> Any:
     values = ((codes + 8) % 16 - 8).astype(np.float32) * np.repeat(scale, weight.shape[-1] // scale.shape[-1], -1)
     factors = t.get(f"{prefix}prequant_scaling_factor")
     return values if factors is None else values * factors[..., None, :]
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "word"),
+    [("mixtral", "fp8_pc_pt", "expert"), ("qwen2_moe", "nvfp4", "expert"), ("gpt2", "fp8_pc_pt", "LayerNorm")],
+)
+def test_what_tensorrt_has_no_kernels_for_names_what_is_left(
+    family: str, method: str, word: str, tmp_path: Path
+) -> None:
+    """Another format would be a second quantization, so it is no way out."""
+    _, folder, _ = sources(tmp_path, family, method)
+    with pytest.raises(SourceError, match=f"already quantized.*{word}") as refusal:
+        check_config(folder, layout="tensorrt_llm", scheme=Scheme(), backend="tensorrt")
+    assert refusal.value.next is not None
+    assert "build for backend pytorch or vllm, or give the original, unquantized model" in refusal.value.next
+    assert "quantization.format" not in refusal.value.next
 
 
 PAIRS = [(family, method) for family in CONFIGS for method in METHODS]

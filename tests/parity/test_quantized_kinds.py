@@ -139,12 +139,22 @@ def bias(tensors: Arrays, _config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", ["tensorrt_llm", "unified_hf"])
 def test_gptq_tensors_that_belie_the_settings(change: Change, edit: Edit, tensor: str, word: str, layout: str) -> None:
     folder = change("gptq", edit)
-    source, target = checked(folder, layout), folder.parent / "checkpoint"
-    write: Callable[..., object] = convert if layout == "tensorrt_llm" else convert_unified
     with pytest.raises(SourceError) as refusal:
-        write(source, target, dtype="auto", output=Output.quiet())
+        checked(folder, layout)
     assert tensor in refusal.value.what
     assert word in refusal.value.what
+
+
+@pytest.mark.parametrize("layout", ["tensorrt_llm", "unified_hf"])
+def test_the_conversion_looks_at_what_the_check_had_no_time_for(
+    change: Change, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lpxbuild.source.checks.CONTENTS", 1)
+    folder = change("gptq", zero_point)
+    source, target = checked(folder, layout), folder.parent / "checkpoint"
+    write: Callable[..., object] = convert if layout == "tensorrt_llm" else convert_unified
+    with pytest.raises(SourceError, match=r"down_proj\.qzeros"):
+        write(source, target, dtype="auto", output=Output.quiet())
     assert not target.exists()
 
 

@@ -213,6 +213,15 @@ class TestSizesOfEveryFormat:
         assert "32" in (error.why or "")
         assert "parallel.tensor to one of: 1" in (error.next or "")
 
+    def test_a_source_that_has_the_format_is_offered_no_other(self) -> None:
+        model = shape(hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=8)
+        with pytest.raises(SourceError) as refusal:
+            check_shapes(model, Scheme("int4_rtn", group_size=128), 8, loaders=("vllm",))
+        assert refusal.value.next == (
+            "set parallel.tensor to one of: 1, 2, 4, or build for backend vllm, "
+            "or give the original, unquantized model as model.source"
+        )
+
     @pytest.mark.parametrize("name", ["fp8", "int8_sq"])
     def test_no_rule(self, name: str) -> None:
         check_shapes(shape(hidden_size=66, num_attention_heads=1, num_key_value_heads=1, head_dim=66), Scheme(name), 1)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
 from lpxbuild.checkpoint.convert import MOST_WORKERS, _guarded, _host_error, _notice_non_finite, _run
-from lpxbuild.checkpoint.reexpress import check_contents
 from lpxbuild.checkpoint.reexpress_unified import (
     QuantizedWork,
     cache_calibration,
@@ -39,6 +38,7 @@ from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
+from lpxbuild.source.quantized import check_contents
 from lpxbuild.source.quantized.arrays import mapped
 
 if TYPE_CHECKING:

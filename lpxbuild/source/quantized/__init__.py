@@ -10,7 +10,7 @@ from __future__ import annotations
 from lpxbuild.source.quantized.reading import methods, read_quantization, settings_of
 from lpxbuild.source.quantized.records import ExpectedTensor, QuantizedLinear, Read, SourceQuantization
 from lpxbuild.source.quantized.settings import Settings
-from lpxbuild.source.quantized.use import check_settings, check_use
+from lpxbuild.source.quantized.use import check_contents, check_settings, check_use
 
 __all__ = [
     "ExpectedTensor",
@@ -18,6 +18,7 @@ __all__ = [
     "Read",
     "Settings",
     "SourceQuantization",
+    "check_contents",
     "check_settings",
     "check_use",
     "methods",

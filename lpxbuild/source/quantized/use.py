@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lpxbuild.errors import SourceError
 from lpxbuild.families import Family, ModelShape
 from lpxbuild.quantization.formats import FORMATS, Layout
 from lpxbuild.quantization.scheme import Scheme
+from lpxbuild.quantization.sizes import check_kinds
 from lpxbuild.source.quantized.integers import IntLinear
 from lpxbuild.source.quantized.method import ORIGINAL
 from lpxbuild.source.quantized.modules import Modules, modules_of
 from lpxbuild.source.quantized.reading import read_quantization
-from lpxbuild.source.quantized.records import SourceQuantization
+from lpxbuild.source.quantized.records import Read, SourceQuantization
 from lpxbuild.source.quantized.settings import Settings
 
 LAYOUTS: dict[Layout, str] = {
@@ -38,6 +41,8 @@ def check_settings(
         _check_scheme(quantization, scheme)
     if layout is not None:
         _check_layout(quantization, layout, backend)
+    if layout == "tensorrt_llm" and backend is not None:
+        check_kinds(shape, quantization.scheme, loaders=quantization.loaders)
 
 
 def check_use(
@@ -69,8 +74,39 @@ def check_use(
         if modules.head[0] in quantization.linears:
             why = f"its {modules.head[0]} is quantized as well, which lpx writes plain there"
             raise _wrong_layout(quantization, layout, why, "build for backend pytorch or vllm")
+        if backend is not None:
+            check_kinds(shape, quantization.scheme, loaders=quantization.loaders)
         _check_parts(quantization, modules)
         _check_groups(quantization, shape, tensor_parallel)
+
+
+def check_contents(quantization: SourceQuantization, read: Read, *, most_bytes: int | None = None) -> None:
+    """Refuse what only small tensors of the files tell: zero points of a symmetric model, an order of the groups.
+
+    Args:
+        most_bytes: tensors of further modules are left for later once so much was read; None = all are looked at.
+
+    Raises:
+        SourceError: names the tensor.
+    """
+    seen = 0
+
+    def counted(name: str) -> Any:
+        nonlocal seen
+        values = read(name)
+        seen += values.nbytes
+        return values
+
+    for linear in quantization.linears.values():
+        if most_bytes is not None and seen >= most_bytes:
+            return
+        wrong = linear.check_contents(counted) if isinstance(linear, IntLinear) else None
+        if wrong is not None:
+            raise SourceError(
+                f"the source is already quantized ({quantization.title}), and {wrong}",
+                why="the settings in config.json say otherwise",
+                next="give the original, unquantized model as model.source",
+            )
 
 
 def _check_layout(quantization: SourceQuantization, layout: Layout, backend: str | None) -> None:
