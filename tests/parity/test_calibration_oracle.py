@@ -2,7 +2,7 @@
 
 On one host they have ModelOpt's bits. The recorded ones come from a processor with other matrix instructions: there
 every largest magnitude is the same bit for bit, and factors differ where the mean or the largest magnitude of a feature
-lies between two bfloat16 numbers (one in some hundred, by two steps of bfloat16 at most).
+lies between two bfloat16 numbers (up to 6 % of a layer's, by three steps of bfloat16 at most).
 """
 
 from __future__ import annotations
@@ -69,5 +69,5 @@ def test_recorded_calibrations(tmp_path: Path, reference_python: Path) -> None:
                 assert np.array_equal(reference.bits(found), reference.bits(wanted)), tensor
                 continue
             apart = np.abs(found.astype(np.float32) / wanted.astype(np.float32) - 1)
-            assert apart.max() <= 2 / 128, (name, tensor)
+            assert apart.max() <= 3 / 128, (name, tensor)
             assert (apart > 0).mean() <= 0.1, (name, tensor)

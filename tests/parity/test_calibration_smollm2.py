@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 from lpxbuild import source
 from lpxbuild.checkpoint import convert
 from lpxbuild.checkpoint.reader import read
-from lpxbuild.checkpoint.unified import convert_unified
 from lpxbuild.output import Output
 from lpxbuild.quantization.calibrated import read_calibration
 from lpxbuild.quantization.calibration import calibrate, datasets
@@ -42,7 +41,7 @@ SCHEMES = {
     "nvfp4": Scheme("nvfp4"),
 }
 WARNS_ABOVE = {"fp8": 0.02, "int8_sq": 0.04, "int4_awq": 0.12}
-"""Rise over bfloat16 from which a build is to warn; NVFP4 has no such figure."""
+"""Rise over the unquantized model from which a build is to warn; NVFP4 has no such figure."""
 
 
 def dequantized(checkpoint: Path) -> dict[str, Any]:
@@ -142,13 +141,10 @@ def test_w4a8_awq(tmp_path: Path, reference_python: Path) -> None:
 
 @pytest.mark.full
 def test_smollm2(tmp_path: Path, reference_python: Path, smollm2: Path) -> None:
-    """A trained model in bfloat16, calibrated on bundled passages and measured on others of them."""
-    folder = tmp_path / "bf16"
-    checked = source.check(smollm2, origin="smollm2", output=Output.quiet())
-    convert_unified(checked, folder, dtype="bfloat16", output=Output.quiet())
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / file).exists():
-            (folder / file).write_bytes((smollm2 / file).read_bytes())
+    """A trained model, calibrated on bundled passages and measured on others of them; in float32, because AWQ's search
+    in bfloat16 takes ten times as long on a processor without instructions for it.
+    """
+    folder = smollm2
     checked = source.check(folder, origin="smollm2", output=Output.quiet())
     chosen = datasets.read_texts(SETTINGS, base=tmp_path, python=None).texts
     batches = batched(token_ids(folder, chosen, SETTINGS.sequence_length))
@@ -174,5 +170,5 @@ def test_smollm2(tmp_path: Path, reference_python: Path, smollm2: Path) -> None:
     for name in SCHEMES:
         assert found[name]["ours"] == pytest.approx(found[name]["theirs"], rel=0.005), name
         rise = found[name]["ours"] / found["plain"] - 1
-        print(f"{name}: {found[name]['ours']:.4f}, {rise:+.2%} over bfloat16")
+        print(f"{name}: {found[name]['ours']:.4f}, {rise:+.2%} over the source")
         assert rise < WARNS_ABOVE.get(name, 1.0), name
