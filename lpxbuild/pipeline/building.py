@@ -9,19 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lpxbuild.errors import LpxError, SourceError
+from lpxbuild.errors import LpxError
 from lpxbuild.output import Output
 from lpxbuild.pipeline import evidence as evidences
 from lpxbuild.pipeline import host, locking, refusals, source_input
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import RememberedDigests, combined
-from lpxbuild.pipeline.keys import components, key_of, version
+from lpxbuild.pipeline.keys import components, inputs_of, key_of, version
 from lpxbuild.pipeline.making import Maker
-from lpxbuild.pipeline.manifest import NOT_PROVEN, PROVEN, Manifest, built_to
+from lpxbuild.pipeline.manifest import Manifest
+from lpxbuild.pipeline.outcomes import EvidenceFailed, EvidenceMissing
 from lpxbuild.pipeline.placing import room_errors
 from lpxbuild.pipeline.source_input import SourceInput, recipe_text
-from lpxbuild.pipeline.stages import NAMES, STAGES, EvidenceFailed, Stage, Work, stages_to
+from lpxbuild.pipeline.stages import NAMES, STAGES, Stage, Work, stages_to
 from lpxbuild.pipeline.workspace import LOGS, Workspace
 
 if TYPE_CHECKING:
@@ -189,14 +190,11 @@ class _Build:
             folder,
             self.remembered,
             fresh=self.paranoid,
-            before_reading=lambda: self._before_making(self._first_after_source()),
+            before_reading=lambda: self._before_making(self.stages[1] if self.stages[1:] else STAGES[0]),
             output=self.output,
         )
         if self.stages[-1].name == "source":
             self._checked_source()
-
-    def _first_after_source(self) -> Stage:
-        return next((stage for stage in self.stages if stage.name != "source"), STAGES[0])
 
     def _use(self) -> dict[str, Any]:
         """What the source is for, as its checks ask."""
@@ -254,14 +252,7 @@ class _Build:
         gguf = self.input.kind == "gguf"
         if stage.name == "source" or ("source" in stage.reads and not gguf):
             place = self.input.path if gguf else self.paths["source"]
-            now = source_input.digests(place, self.remembered, fresh=False, save=False)
-            changed = sorted(name for name in self.files.keys() | now.keys() if self.files.get(name) != now.get(name))
-            if changed:
-                raise SourceError(
-                    f"{changed[0]} of {self.input.origin} changed while it was read",
-                    why=f"changed in {place}: {', '.join(changed[:8])}",
-                    next="run the same command again when nothing writes there any more",
-                )
+            source_input.refuse_changed(place, self.files, self.remembered, origin=self.input.origin)
         return self._source.notices if stage.name == "checkpoint" and self._source is not None else ()
 
     def _room_for(self, stage: Stage) -> int:
@@ -274,12 +265,8 @@ class _Build:
 
     def components(self, stage: Stage) -> dict[str, str]:
         """The components of a stage's key; the artifact before it must be there."""
-        inputs: dict[str, str] = dict(self.files) if stage.name == "source" else {}
-        for name in stage.reads:
-            if name in self.artifacts:
-                inputs[name] = self.artifacts[name].digest
-            elif name == "source":
-                inputs |= {**self.files, "commit": self.commit or ""}
+        digests = {name: artifact.digest for name, artifact in self.artifacts.items()}
+        inputs = inputs_of(stage.name, stage.reads, files=self.files, commit=self.commit or "", digests=digests)
         inputs |= stage.inputs(self.recipe, self.base)
         return components(self.recipe, fields=stage.fields, versions=stage.versions, rooms=stage.rooms, inputs=inputs)
 
@@ -326,6 +313,8 @@ class _Build:
                 self._obtain(stage)
             except EvidenceFailed as failure:
                 return failure
+            except EvidenceMissing as missing:
+                self._leave_out(stage, missing.what)
             except LpxError:
                 if self.workspace.manifest() is not None:
                     self.output.step(f"{stage.name}: failed; {self.workspace.root} keeps the earlier result")
@@ -337,10 +326,13 @@ class _Build:
         reason = stage.left_out(self._work())
         if reason is None or not self._has_to_run(stage, self.components(stage)):
             return False
+        self._leave_out(stage, reason)
+        return True
+
+    def _leave_out(self, stage: Stage, reason: str) -> None:
         self.left_out[stage.name] = reason
         if stage.evidence:
             self.output.notice(f"{stage.name} was left out: {reason}")
-        return True
 
     def _carry_over(self) -> None:
         """Later stages of an earlier build stay in the view when nothing they depend on has moved."""
@@ -352,6 +344,9 @@ class _Build:
         for stage in whole[len(self.stages) :]:
             if any(name in names and name not in self.artifacts for name in stage.reads):
                 return
+            if (reason := old.data["evidence"].get("left_out", {}).get(stage.name)) is not None:
+                self.left_out[stage.name] = reason
+                continue
             wanted = self.components(stage)
             if old.stages.get(stage.name, {}).get("key") != key_of(stage.name, wanted):
                 return
@@ -374,16 +369,11 @@ class _Build:
 
     def _finish(self, versions: Mapping[str, str], failure: EvidenceFailed | None) -> BuildResult:
         texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path)}
-        evidence, files = evidences.collected(self.artifacts, failure, self.left_out)
+        evidence, files = evidences.collected(
+            self.artifacts, failure, self.left_out, self.workspace.manifest(), self.workspace.root
+        )
         texts |= files
-        done = [name for name in NAMES if name in self.artifacts]
-        if failure is not None:
-            state = NOT_PROVEN
-        elif "smoke" in self.artifacts:
-            enough = not self.recipe.verify.required or evidence.get("verify", {}).get("passed", False)
-            state = PROVEN if enough else NOT_PROVEN
-        else:
-            state = built_to(done[-1] if done else "source")
+        state = evidences.state_of(self.artifacts, evidence, failure, verify_required=self.recipe.verify.required)
         if "repository" in self.artifacts:
             evidence["repository"] = self.artifacts["repository"].digest
         data = {

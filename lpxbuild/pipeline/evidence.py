@@ -14,16 +14,25 @@ from lpxbuild.pipeline import manifest as manifests
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import record_file
-from lpxbuild.pipeline.manifest import NOT_PROVEN, TEXTS, Manifest
+from lpxbuild.pipeline.manifest import NOT_PROVEN, PROVEN, TEXTS, Manifest, built_to
+from lpxbuild.pipeline.outcomes import EvidenceFailed
 from lpxbuild.pipeline.placing import write_atomically
-from lpxbuild.pipeline.stages import STAGES, EvidenceFailed
+from lpxbuild.pipeline.stages import STAGES
 from lpxbuild.pipeline.workspace import Workspace
 
 
 def collected(
-    artifacts: Mapping[str, Artifact], failure: EvidenceFailed | None, left_out: Mapping[str, str]
+    artifacts: Mapping[str, Artifact],
+    failure: EvidenceFailed | None,
+    left_out: Mapping[str, str],
+    before: Manifest | None,
+    root: Path,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The manifest's `evidence`, and the reports as files of the build folder by relative name."""
+    """The manifest's `evidence`, and the reports as files of the build folder by relative name.
+
+    Args:
+        before: the manifest of the build folder `root` so far.
+    """
     evidence: dict[str, Any] = {"ran": []}
     texts: dict[str, str] = {}
     for stage in STAGES:
@@ -34,15 +43,60 @@ def collected(
             evidence[stage.name] = {"passed": False, "report": failure.evidence}
             texts |= {f"evidence/{name}": text for name, text in failure.files.items()}
         elif artifact is not None:
-            passed = artifact.report.get("ok", True)
-            evidence[stage.name] = {"passed": passed, "report": artifact.report, "made_at": artifact.made_at}
+            # A verdict that was negative, or none, made no artifact.
+            evidence[stage.name] = {"passed": True, "report": artifact.report, "made_at": artifact.made_at}
             texts |= {f"evidence/{name}": (artifact.path / name).read_text(encoding="utf-8") for name in artifact.files}
         else:
             if stage.name in left_out:
                 evidence.setdefault("left_out", {})[stage.name] = left_out[stage.name]
             continue
         evidence["ran"].append(stage.name)
+    if "verify" not in evidence:
+        verdict, names = standing(before, artifacts, root)
+        if verdict:
+            evidence |= {"verify": verdict, "ran": ["verify", *evidence["ran"]]}
+            texts |= {name: (root / name).read_text(encoding="utf-8") for name in names}
     return evidence, texts
+
+
+def state_of(
+    artifacts: Mapping[str, Artifact],
+    evidence: Mapping[str, Any],
+    failure: EvidenceFailed | None,
+    *,
+    verify_required: bool,
+) -> str:
+    """The state of a build: "built to STAGE", "built, not proven" or "proven"."""
+    if failure is not None:
+        return NOT_PROVEN
+    if "smoke" not in artifacts:
+        done = [stage.name for stage in STAGES if stage.name in artifacts and not stage.evidence]
+        return built_to(done[-1] if done else STAGES[0].name)
+    passed = evidence.get("verify", {}).get("passed")
+    return NOT_PROVEN if passed is False or (verify_required and not passed) else PROVEN
+
+
+def standing(old: Manifest | None, artifacts: Mapping[str, Artifact], root: Path) -> tuple[dict[str, Any], list[str]]:
+    """A negative verify of the very files that a build without one ends with: it stays until a verify passes.
+
+    Returns:
+        What the manifest's `evidence` says of it, and the names of its reports in the build folder `root`; both empty
+        where there is none.
+    """
+    verdict = old.data["evidence"].get("verify", {}) if old is not None else {}
+    if old is None or "verify" in artifacts or verdict.get("passed") is not False or not _negative(verdict):
+        return {}, []
+    for name in ("checkpoint", "engine"):
+        now = artifacts.get(name)
+        if (now.digest if now is not None else None) != old.stages.get(name, {}).get("digest"):
+            return {}, []
+    names = [name for name in old.data["view"].get(TEXTS, {}) if name.startswith("evidence/verify.")]
+    return verdict, [name for name in names if (root / name).is_file()]
+
+
+def _negative(verdict: Mapping[str, Any]) -> bool:
+    """Not "self-consistent": there nothing was compared, so nothing is refuted."""
+    return bool(verdict["report"].get("status") != "self-consistent")
 
 
 def note_failure(build: Path, tested: Manifest, report: Any, cache: Cache, *, output: Output) -> None:
@@ -88,7 +142,7 @@ def refuted(manifest: Manifest | None, cache: Cache) -> dict[str, str]:
             continue
         verdict = manifest.data["evidence"].get(stage.name, {})
         key = manifest.stages.get(stage.name, {}).get("key")
-        if verdict.get("passed") is not False or "made_at" not in verdict or key is None:
+        if verdict.get("passed") is not False or "made_at" not in verdict or key is None or not _negative(verdict):
             continue
         passed = cache.find(stage.name, str(key))
         if passed is not None and passed.made_at <= verdict["made_at"]:

@@ -12,10 +12,10 @@ from lpxbuild.pipeline import evidence, host, locking, source_input
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import RememberedDigests
-from lpxbuild.pipeline.keys import changes, components, key_of
+from lpxbuild.pipeline.keys import changes, components, inputs_of, key_of
 from lpxbuild.pipeline.manifest import differences
 from lpxbuild.pipeline.source_input import SourceInput
-from lpxbuild.pipeline.stages import STAGES, Stage, stages_to
+from lpxbuild.pipeline.stages import Stage, stages_to
 from lpxbuild.pipeline.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ def why(
         if missing or (stage.name == "source" and files is None):
             plans.append(StagePlan(stage.name, True, tuple(f"{name} runs" for name in missing)))
             continue
-        inputs = _inputs(stage, files or {}, commit, artifacts) | stage.inputs(recipe, base)
+        digests = {name: artifact.digest for name, artifact in artifacts.items()}
+        inputs = inputs_of(stage.name, stage.reads, files=files or {}, commit=commit, digests=digests)
+        inputs |= stage.inputs(recipe, base)
         wanted = components(recipe, fields=stage.fields, versions=stage.versions, rooms=stage.rooms, inputs=inputs)
         plan, artifact = _plan(stage, wanted, cache, before.get(stage.name), force=force)
         if not plan.runs and stage.name in evidence.refuted(old, cache):
@@ -112,17 +114,6 @@ def _files(given: SourceInput, cache: Cache) -> dict[str, str] | None:
     if folder is None or not folder.exists():
         return None
     return source_input.digests(folder, RememberedDigests(cache.digests), fresh=False, save=False)
-
-
-def _inputs(stage: Stage, files: Mapping[str, str], commit: str, artifacts: Mapping[str, Artifact]) -> dict[str, str]:
-    """Digests of what the stage reads."""
-    inputs: dict[str, str] = dict(files) if stage.name == STAGES[0].name else {}
-    for name in stage.reads:
-        if name in artifacts:
-            inputs[name] = artifacts[name].digest
-        elif name == STAGES[0].name:
-            inputs |= {**files, "commit": commit}
-    return inputs
 
 
 def _plan(

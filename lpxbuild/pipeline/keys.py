@@ -76,6 +76,25 @@ def code(name: str) -> str:
     return digest.hexdigest()[:KEY_LENGTH]
 
 
+def inputs_of(
+    name: str, reads: Iterable[str], *, files: Mapping[str, str], commit: str, digests: Mapping[str, str]
+) -> dict[str, str]:
+    """Digests of what a stage reads, by name.
+
+    Args:
+        name: of the stage; reads: the stages whose artifacts it reads.
+        files: of the source's files; commit: of its revision on the hub.
+        digests: of the artifacts that are there.
+    """
+    inputs = dict(files) if name == "source" else {}
+    for one in reads:
+        if one in digests:
+            inputs[one] = digests[one]
+        elif one == "source":
+            inputs |= {**files, "commit": commit}
+    return inputs
+
+
 def components(
     recipe: Any, *, fields: Iterable[str], versions: Iterable[str], rooms: Iterable[str], inputs: Mapping[str, str]
 ) -> dict[str, str]:

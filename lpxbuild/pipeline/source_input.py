@@ -183,3 +183,19 @@ def recipe_text(recipe: Recipe, path: Path | None) -> str:
         except OSError as error:
             raise UsageError(f"recipe {path} cannot be read: {error.strerror}", next=f"ls -l {path}") from error
     return json.dumps(recipe.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+
+
+def refuse_changed(place: Path, files: Mapping[str, str], remembered: RememberedDigests, *, origin: str) -> None:
+    """Refuse a source whose files are not those that `files` has digests of any more.
+
+    Raises:
+        SourceError: names what changed.
+    """
+    now = digests(place, remembered, fresh=False, save=False)
+    changed = sorted(name for name in files.keys() | now.keys() if files.get(name) != now.get(name))
+    if changed:
+        raise SourceError(
+            f"{changed[0]} of {origin} changed while it was read",
+            why=f"changed in {place}: {', '.join(changed[:8])}",
+            next="run the same command again when nothing writes there any more",
+        )

@@ -14,8 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lpxbuild.errors import UsageError, VerdictError
+from lpxbuild.errors import UsageError
 from lpxbuild.output import Output
+from lpxbuild.pipeline.outcomes import EvidenceFailed
 
 if TYPE_CHECKING:
     from lpxbuild.recipe import Recipe
@@ -89,18 +90,6 @@ class Stage:
     inputs: Callable[[Recipe, Path], dict[str, str]] = _nothing
     left_out: Callable[[Work], str | None] = _by_nobody
     evidence: bool = False
-
-
-class EvidenceFailed(VerdictError):
-    """An evidence stage ran and found failures; `evidence` is its report, `files` the forms to show."""
-
-    def __init__(
-        self, what: str, *, stage: str, why: str, next: str, evidence: dict[str, Any], files: Mapping[str, str]
-    ) -> None:
-        super().__init__(what, why=why, next=next)
-        self.stage = stage
-        self.evidence = evidence
-        self.files = files
 
 
 def _convert_source(work: Work, destination: Path) -> dict[str, Any]:
@@ -339,7 +328,18 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "verify",
         _lazily("verifying", "run_stage"),
-        fields=("verify.text", "verify.tokens", "verify.prompts", "verify.warn", "verify.fail"),
+        # max_seq_len cuts the texts; sums are ordered by the threads.
+        fields=(
+            "checkpoint_layout",
+            "backend",
+            "limits.max_seq_len",
+            "runtime.threads",
+            "verify.text",
+            "verify.tokens",
+            "verify.prompts",
+            "verify.warn",
+            "verify.fail",
+        ),
         versions=("openvino", "tokenizers"),
         rooms=("families", "quantization", "source", "checkpoint", "engine", "recipe", "verify"),
         reads=("source", "checkpoint", "engine"),

@@ -15,8 +15,9 @@ from lpxbuild.pipeline import source_input
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import RememberedDigests, record_file, sha256_file
 from lpxbuild.pipeline.manifest import NOT_PROVEN, TEXTS, Manifest
+from lpxbuild.pipeline.outcomes import EvidenceFailed, EvidenceMissing
 from lpxbuild.pipeline.placing import write_atomically
-from lpxbuild.pipeline.stages import EvidenceFailed, Work, reference_python
+from lpxbuild.pipeline.stages import Work, reference_python
 from lpxbuild.pipeline.workspace import LOGS, Workspace
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ LOG = "verify.log"
 
 def applies(recipe: Recipe, base: Path) -> bool:
     """Whether a build of this recipe compares itself with its source: `verify.run`, and what is installed."""
-    if recipe.verify.run != "auto" or recipe.verify.required:
+    if recipe.verify.run == "never" or _demanded(recipe):
         return recipe.verify.run != "never"
     from lpxbuild.verify import checks
 
@@ -69,7 +70,7 @@ def check(recipe: Recipe, folder: Path, base: Path) -> None:
     from lpxbuild.verify.texts import check_text
 
     check_text(recipe.verify.text, base)
-    if recipe.verify.run != "always" and not recipe.verify.required:
+    if not _demanded(recipe):
         return
     reason = cannot_run(folder, python=reference_python(recipe, base), embedded=_embedded(recipe))
     if reason is not None:
@@ -81,10 +82,11 @@ def check(recipe: Recipe, folder: Path, base: Path) -> None:
 
 
 def run_stage(work: Work, destination: Path) -> dict[str, Any]:
-    """The stage. `ok` of the report says whether it is evidence; its `status` and `reasons` say why not.
+    """The stage.
 
     Raises:
-        EvidenceFailed: the verdict is negative.
+        EvidenceFailed: the verdict is negative, or there is none and the recipe demands one.
+        EvidenceMissing: there was nothing to compare with after all.
     """
     from lpxbuild.verify import run
 
@@ -95,10 +97,14 @@ def run_stage(work: Work, destination: Path) -> dict[str, Any]:
     built = _input(recipe, work.paths["source"], work.paths["checkpoint"], engine)
     verdict = run(built, recipe.verify, base=work.base, python=python, log=log, output=work.output)
     work.output.step(verdict.summary())
-    files = reports(verdict, recipe.name)
-    if verdict.status == "fail":
+    # Without the recipe's name, which is no part of the stage's key.
+    files = reports(verdict, "lpx verify")
+    compared = verdict.status != "self-consistent"
+    if not compared and not _demanded(recipe):
+        raise EvidenceMissing(verdict.reasons[0], next="lpx build RECIPE   tries again")
+    if not verdict.ok:
         raise EvidenceFailed(
-            _failure(recipe.name, verdict),
+            _failure(recipe.name, verdict) if compared else f"{recipe.name} was not compared with its source",
             stage="verify",
             why="\n".join(verdict.reasons[:5]),
             next="open evidence/verify.html in the build folder; the build stays usable as `built, not proven`",
@@ -112,11 +118,11 @@ def run_stage(work: Work, destination: Path) -> dict[str, Any]:
     return verdict.as_dict()
 
 
-def reports(verdict: Verdict, name: str) -> dict[str, str]:
+def reports(verdict: Verdict, title: str) -> dict[str, str]:
     """The files of the evidence folder."""
     from lpxbuild.verify.report import as_html, as_json
 
-    return {"verify.json": as_json(verdict), "verify.html": as_html(verdict, f"lpx verify {name}")}
+    return {"verify.json": as_json(verdict), "verify.html": as_html(verdict, title)}
 
 
 def verify(
@@ -153,7 +159,7 @@ def verify(
     log = build / LOGS / LOG
     built = _input(recipe, folder, build / "checkpoint", engine)
     verdict = run(built, recipe.verify, base=base, python=python, log=log.absolute(), output=output)
-    files = reports(verdict, recipe.name)
+    files = reports(verdict, f"lpx verify {recipe.name}")
     if html is not None:
         try:
             html.parent.mkdir(parents=True, exist_ok=True)
@@ -232,6 +238,10 @@ def _input(recipe: Recipe, source: Path, checkpoint: Path, engine: Path | None) 
         max_seq_len=recipe.limits.max_seq_len,
         threads=recipe.runtime.threads,
     )
+
+
+def _demanded(recipe: Recipe) -> bool:
+    return recipe.verify.run == "always" or recipe.verify.required
 
 
 def _embedded(recipe: Recipe) -> bool:

@@ -69,7 +69,7 @@ def repository(work, destination):
 
 
 def smoke(work, destination):
-    from lpxbuild.pipeline.stages import EvidenceFailed
+    from lpxbuild.pipeline.outcomes import EvidenceFailed
 
     pause("smoke")
     evidence = {"digest": folder_digest(work.paths["repository"])}
@@ -83,10 +83,46 @@ def smoke(work, destination):
     return evidence
 
 
+def verdict(status: str, reason: str = ""):
+    """A verdict of `lpxbuild.verify`, without its numbers."""
+    from lpxbuild.verify import Verdict
+
+    return Verdict(status, (reason,) if reason else (), "none")
+
+
+def install_verify(monkeypatch, *, left_out: str | None = None) -> list[str]:
+    """A host that can compare: the recipe's first prompt is the verdict's status (any other: pass).
+
+    Args:
+        left_out: why it cannot after all.
+
+    Returns:
+        A list that gets the status of every comparison.
+    """
+    from lpxbuild import verify
+    from lpxbuild.verify import checks
+
+    ran: list[str] = []
+
+    def run(built, settings, **_options):
+        assert (built.source / "config.json").is_file()
+        assert (built.checkpoint / "config.json").is_file()
+        known = settings.prompts[0] in ("warn", "fail", "self-consistent")
+        ran.append(settings.prompts[0] if known else "pass")
+        return verdict(ran[-1], "stand-in: so it is" if known else "")
+
+    monkeypatch.setattr(verify, "run", run)
+    monkeypatch.setattr(verify, "cannot_run", lambda *_arguments, **_options: left_out)
+    monkeypatch.setattr(checks, "missing_packages", lambda _python: None)
+    monkeypatch.setattr(checks, "no_engine", lambda: None)
+    return ran
+
+
 def install(monkeypatch=None) -> list[str]:
     """Replace the stage functions; returns a list that names every stage that runs."""
-    from lpxbuild.pipeline import building, explaining, keys, stages
+    from lpxbuild.pipeline import building, evidence, keys, stages
     from lpxbuild.server import embedded
+    from lpxbuild.verify import checks
 
     ran: list[str] = []
 
@@ -103,9 +139,10 @@ def install(monkeypatch=None) -> list[str]:
         for stage in stages.STAGES
     )
     put = monkeypatch.setattr if monkeypatch is not None else setattr
-    for module in (stages, building, explaining):
+    for module in (stages, building, evidence):
         put(module, "STAGES", table)
     put(embedded, "find", lambda cache=None: None)
+    put(checks, "missing_packages", lambda _python: "stand-in: no torch")  # whatever this interpreter has
     put(keys, "code", lambda room: "c0de" * 10)  # these functions are not the code of those rooms
     return ran
 

@@ -654,7 +654,7 @@ def test_what_was_noticed_about_the_source_is_in_the_manifest(house):
 
 
 def test_the_newest_verdict_counts(house, monkeypatch):
-    from lpxbuild.pipeline.stages import EvidenceFailed
+    from lpxbuild.pipeline.outcomes import EvidenceFailed
 
     house.build()
     stand_in = pipeline_stages.smoke
@@ -862,3 +862,112 @@ def test_patterns_that_change_nothing_or_split_a_matrix_are_refused_before_weigh
 def test_an_exclusion_without_a_format_is_refused(house):
     with pytest.raises(RecipeError, match="exclude is given, but no format"):
         house.build("quantization.exclude=['*.mlp.*']", to="checkpoint")
+
+
+# the stage verify ---------------------------------------------------------------------------------------------------
+
+
+def answers(status: str) -> str:
+    """The override that makes the stand-in's verdict."""
+    return f"verify.prompts=['{status}']"
+
+
+def test_a_verify_that_passes_or_warns_is_evidence_and_runs_once(house, monkeypatch):
+    ran = pipeline_stages.install_verify(monkeypatch)
+    for status in ("pass", "warn"):
+        result = house.build(answers(status))
+        assert result.state == "proven"
+        found = result.manifest.data["evidence"]
+        assert (found["ran"], found["verify"]["passed"]) == (["verify", "smoke"], True)
+        assert found["verify"]["report"]["status"] == status
+        assert (house.view / "evidence" / "verify.html").is_file()
+        assert ("verify: stand-in: so it is" in house.said()) == (status == "warn")
+        assert house.build(answers(status)).made == ()
+    assert ran == ["pass", "warn"]
+
+
+def test_a_verify_that_fails_leaves_the_build_not_proven(house, monkeypatch):
+    ran = pipeline_stages.install_verify(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(VerdictError, match="not close enough to its source") as caught:
+            house.build(answers("fail"))
+        assert caught.value.exit_code == 1
+        assert caught.value.details["state"] == "built, not proven"
+    assert ran == ["fail", "fail"]  # nothing of it is in the cache
+    assert json.loads((house.view / "evidence" / "verify.json").read_text())["status"] == "fail"
+    # Not to ask again proves nothing: the same files failed.
+    assert house.build("verify.run=never").state == "built, not proven"
+    assert manifest.read(house.view).data["evidence"]["verify"]["passed"] is False
+    assert (house.view / "evidence" / "verify.json").is_file()
+    assert house.build(answers("pass")).state == "proven"
+
+
+def test_a_verify_that_compared_nothing_is_no_evidence_and_not_kept(house, monkeypatch):
+    ran = pipeline_stages.install_verify(monkeypatch)
+    result = house.build(answers("self-consistent"))
+    assert result.state == "proven"  # by the smoke test
+    found = result.manifest.data["evidence"]
+    assert found["ran"] == ["smoke"]
+    assert found["left_out"] == {"verify": "stand-in: so it is"}
+    assert "verify was left out: stand-in: so it is" in house.said()
+    house.build(answers("self-consistent"))
+    assert ran == ["self-consistent", "self-consistent"]
+    assert not list(house.cache.glob("verify/[0-9a-f]*"))
+    assert evidence.refuted(manifest.read(house.view), Cache(house.cache)) == {}
+
+
+@pytest.mark.parametrize("demand", ["verify.required=true", "verify.run=always"])
+def test_a_recipe_that_demands_verify_is_not_proven_without_a_comparison(house, monkeypatch, demand):
+    pipeline_stages.install_verify(monkeypatch)
+    with pytest.raises(VerdictError, match="was not compared with its source"):
+        house.build(demand, answers("self-consistent"))
+    assert manifest.read(house.view).state == "built, not proven"
+    assert house.build(demand, answers("pass")).state == "proven"
+    pipeline_stages.install_verify(monkeypatch, left_out="too little memory")
+    with pytest.raises(HostError, match="verify cannot run here: too little memory"):
+        house.build(demand, answers("warn"), "limits.max_input_len=64")
+
+
+def test_a_verify_that_cannot_run_here_is_said_and_does_not_hinder(house, monkeypatch):
+    pipeline_stages.install_verify(monkeypatch, left_out="too little memory")
+    result = house.build()
+    assert result.state == "proven"
+    assert result.manifest.data["evidence"]["left_out"] == {"verify": "too little memory"}
+    assert "verify was left out: too little memory" in house.said()
+    assert house.build(to="checkpoint").state == "proven"
+    assert manifest.read(house.view).data["evidence"]["left_out"] == {"verify": "too little memory"}
+    # What an earlier verify found stays evidence on a host that could not run it now.
+    pipeline_stages.install_verify(monkeypatch)
+    house.build()
+    pipeline_stages.install_verify(monkeypatch, left_out="too little memory")
+    assert house.build().manifest.data["evidence"]["ran"] == ["verify", "smoke"]
+
+
+@pytest.mark.parametrize("how", ["as a stage", "only by hand"])
+def test_a_later_failing_verify_takes_the_proof_until_one_passes(house, monkeypatch, how):
+    from lpxbuild.pipeline import verifying
+
+    if how == "as a stage":
+        pipeline_stages.install_verify(monkeypatch)
+    assert house.build(answers("pass")).state == "proven"
+    tested, verdict = manifest.read(house.view), pipeline_stages.verdict("fail", "wrong")
+    files = verifying.reports(verdict, "lpx verify")
+    verifying.note(house.view, tested, verdict, files, Cache(house.cache), output=house.output)
+    assert manifest.read(house.view).state == "built, not proven"
+    if how == "only by hand":
+        assert house.build(answers("pass")).state == "built, not proven"
+        pipeline_stages.install_verify(monkeypatch)
+    else:
+        assert [plan.stage for plan in house.why(answers("pass")).stages if plan.runs] == ["verify"]
+    assert house.build(answers("pass")).state == "proven"
+    assert house.ran == []
+
+
+@pytest.mark.parametrize(
+    "override", ["limits.max_seq_len=1536", "runtime.threads=1", "verify.tokens=64", "verify.fail.max_kl=0.5"]
+)
+def test_what_verify_reads_is_in_its_key(house, monkeypatch, override):
+    ran = pipeline_stages.install_verify(monkeypatch)
+    house.build(answers("pass"))
+    house.build(answers("pass"), override)
+    assert ran == ["pass", "pass"]
