@@ -6,8 +6,9 @@ that lpx compiled, or, of a unified checkpoint, its dequantized weights.
 
 from __future__ import annotations
 
+from lpxbuild.verify.built import VerifyInput
 from lpxbuild.verify.checks import cannot_run
-from lpxbuild.verify.running import VerifyInput, run
+from lpxbuild.verify.running import run
 from lpxbuild.verify.verdict import Verdict, VerifyFailed
 
 __all__ = ["Verdict", "VerifyFailed", "VerifyInput", "cannot_run", "run"]

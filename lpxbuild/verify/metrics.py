@@ -116,25 +116,33 @@ class Signal:
 
 CEILING = 200.0
 BLOCKS = 64
+SMALL = 0.05
 
 
 def signal(reference: Array, candidate: Array) -> Signal:
-    """Compare [tokens, features]."""
+    """Compare [tokens, features].
+
+    Every token counts the same, whatever its size: a few tokens of a language model carry values a thousand times as
+    large as all others, and one rounded weight would decide for the whole module.
+    """
     import numpy as np
 
     if reference.shape != candidate.shape:
         return Signal(-CEILING, -CEILING, 0.0)
     wanted = np.asarray(reference, np.float64)
     found = np.nan_to_num(np.asarray(candidate, np.float64), nan=1e30, posinf=1e30, neginf=-1e30)
+    sizes = np.sqrt((wanted**2).mean(axis=1, keepdims=True))
+    sizes = np.maximum(sizes, max(1e-3 * float(np.median(sizes)), 1e-30))
+    wanted, found = wanted / sizes, found / sizes
     energy = (wanted**2).sum(axis=0)
     with np.errstate(over="ignore"):
         noise = ((found - wanted) ** 2).sum(axis=0)
         gain = float((wanted * found).sum() / max(energy.sum(), 1e-300))
     edges = np.linspace(0, len(energy), min(BLOCKS, len(energy)) + 1).astype(int)
     blocks = [(energy[a:b].sum(), noise[a:b].sum()) for a, b in pairwise(edges)]
-    # A block without output has no signal to speak of.
+    # A block with little output has little signal: rounding alone may drown it, and hurts nobody.
     mean = energy.sum() / max(len(blocks), 1)
-    worst = min((_db(e, n) for e, n in blocks if e > 1e-4 * mean), default=CEILING)
+    worst = min((_db(e, n) for e, n in blocks if e > SMALL * mean), default=CEILING)
     return Signal(_db(energy.sum(), noise.sum()), worst, gain)
 
 

@@ -7,46 +7,22 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lpxbuild.errors import SourceError
 from lpxbuild.memory import available_memory
 from lpxbuild.output import Output
 from lpxbuild.verify import checks, metrics, texts
+from lpxbuild.verify.built import VerifyInput, end_ids_of, formats_of, probe_tokens
 from lpxbuild.verify.modules import judge
 from lpxbuild.verify.sides import Embedded, Job, Outcome, Transformers, plain_folder
 from lpxbuild.verify.thresholds import bounds
 from lpxbuild.verify.verdict import Answer, Status, Verdict, measures
 
-PROBE_TOKENS = 96
-PROBE_BYTES = 512 << 20
-"""Most bytes that the points of a probe may take, for large models."""
 ANSWER_TOKENS = 24
 TOLERANCE = 1e-3
 """Largest difference of logits between a text in one piece and in several, relative to their spread."""
-
-
-@dataclass(frozen=True)
-class VerifyInput:
-    """What was built, and from what.
-
-    Attributes:
-        source: the Hugging Face folder.
-        checkpoint: the folder that lpx wrote.
-        engine: folder of the backend openvino's engine; None = it is compiled for the comparison.
-        layout: of the checkpoint.
-        max_seq_len: longest text that the engine takes.
-        threads: CPU threads; None = all.
-    """
-
-    source: Path
-    checkpoint: Path
-    engine: Path | None
-    layout: Literal["tensorrt_llm", "unified_hf"]
-    max_seq_len: int
-    threads: int | None = None
 
 
 def run(
@@ -110,12 +86,12 @@ class _Comparison:
         self.tokenizer.no_padding()
         self.texts = texts.tokenized(self.tokenizer, settings, base, longest=built.max_seq_len)
         self.source_config = json.loads((built.source / "config.json").read_bytes())
-        self.formats, self.format_of, self.dtype = _formats(built)
+        self.formats, self.format_of, self.dtype = formats_of(built)
         self.job = Job(
             sequences=self.texts.sequences,
-            probe=self.texts.sequences[0][: _probe_tokens(self.source_config)],
+            probe=self.texts.sequences[0][: probe_tokens(self.source_config)],
             prompts=tuple(ids for _, ids in self.texts.prompts),
-            end_ids=_end_ids(built.source, self.source_config),
+            end_ids=end_ids_of(built.source, self.source_config),
             length=max(1, min(ANSWER_TOKENS, built.max_seq_len - max([1, *(len(i) for _, i in self.texts.prompts)]))),
         )
 
@@ -325,22 +301,6 @@ class _Comparison:
         }
 
 
-def _formats(built: VerifyInput) -> tuple[list[str], Callable[[str], str], str]:
-    """(formats, Hugging Face module → format, element type) of a checkpoint."""
-    config = json.loads((built.checkpoint / "config.json").read_bytes())
-    if built.layout == "unified_hf":
-        from lpxbuild.checkpoint.unified.reader import read_unified
-
-        reader = read_unified(built.checkpoint)
-        modules = [name.removesuffix(".weight") for name in reader.weights if name.endswith(".weight")]
-        found = sorted({reader.format_of(module) for module in modules} - {"none"})
-        return found or ["none"], reader.format_of, str(config.get("torch_dtype") or config.get("dtype"))
-    from lpxbuild.quantization.scheme import Scheme
-
-    scheme = Scheme.from_dict(config["lpx"]["scheme"])
-    return list(scheme.formats), scheme.format_of, str(config["dtype"])
-
-
 def _as_fast(format_of: Callable[[str], str]) -> Callable[[str], str]:
     """The engine's int8 weights in place of unquantized ones."""
 
@@ -371,20 +331,6 @@ def _contradiction(own: Mapping[str, Any]) -> str | None:
             f"{own['pieces_difference']:.3g}"
         )
     return None
-
-
-def _probe_tokens(config: Mapping[str, Any]) -> int:
-    hidden = int(config.get("hidden_size") or config.get("n_embd") or 4096)
-    inner = int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
-    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 32)
-    return max(16, min(PROBE_TOKENS, PROBE_BYTES // (4 * layers * (9 * hidden + 3 * inner))))
-
-
-def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    generation = json.loads(path.read_bytes()) if path.is_file() else {}
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
-    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
 def _rise(mean: Any) -> float:

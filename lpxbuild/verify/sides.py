@@ -15,7 +15,16 @@ from lpxbuild.verify import children
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-REFERENCE = Path(__file__).with_name("reference.py")
+REFERENCE = Path(__file__).with_name("reference")
+BOOTSTRAP = """
+import importlib.util, sys
+folder, job = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("lpx_reference", folder + "/__init__.py")
+sys.modules["lpx_reference"] = importlib.util.module_from_spec(spec)
+from lpx_reference.child import main
+sys.exit(main(job))
+"""
+"""Makes a package of the folder, without anything beside it on the path."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Transformers:
         forced: other side's points to compute with; None looks at no point.
         """
         found = children.run(
-            [str(self.python), "-I", str(REFERENCE)],
+            [str(self.python), "-I", "-c", BOOTSTRAP, str(REFERENCE)],
             {
                 "folder": str(self.folder.absolute()),
                 "layerwise": self.layerwise,

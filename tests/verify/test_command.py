@@ -126,6 +126,7 @@ def test_without_transformers_it_is_self_consistent_and_no_evidence(place: Path,
     assert (place / "build" / "alone" / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.full
 def test_negative_verdict_takes_the_proof(place: Path, lpx: Run, reference_python: Path) -> None:
     path = recipe(place, reference_python, "coarse", kind="int4_wo", fail="{max_kl: 0.000001}")
     assert lpx("build", str(path), "--to", "engine").returncode == 0

@@ -77,6 +77,17 @@ def test_signal_by_hand() -> None:
     assert metrics.signal(wanted, wanted).snr_db == metrics.CEILING
 
 
+def test_one_huge_token_does_not_decide() -> None:
+    """A thousand times larger and 10 % off, beside 99 tokens that are exact: a hundredth of the tokens is 10 % off."""
+    wanted = np.random.default_rng(6).normal(size=(100, 64))
+    wanted[0] *= 1000
+    found = wanted.copy()
+    found[0] *= 1.1
+    seen = metrics.signal(wanted, found)
+    assert seen.gain == pytest.approx(1.001, abs=1e-4)
+    assert seen.snr_db == pytest.approx(20 + 20, abs=0.5)
+
+
 def test_one_wrong_head_of_many_shows_in_its_block() -> None:
     wanted = np.random.default_rng(5).normal(size=(50, 32 * 64))
     found = wanted.copy()
