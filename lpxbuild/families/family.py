@@ -76,6 +76,7 @@ class Family:
         copies_kv_heads: whether KV heads may be copied where there are more ranks.
         whole: fields of ModelShape that must be multiples of the ranks, beside heads and MLP (no padding there).
         misfit: what TensorRT-LLM's class cannot express of this model: (what, why), None where it can everything.
+        remote_code: transformers has no class for it, so that its loaders run the code that comes with the model.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Family:
     copies_kv_heads: bool = True
     whole: tuple[str, ...] = ()
     misfit: Callable[[ModelShape], tuple[str, str] | None] = nothing_amiss
+    remote_code: bool = False
 
     def model_shape(self, hf_config: Config, *, stored_dtype: str | None = None) -> ModelShape:
         """Check and normalise a HF config.

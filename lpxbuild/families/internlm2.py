@@ -31,6 +31,7 @@ FAMILY = Family(
     name="internlm2",
     architectures=("InternLM2ForCausalLM",),
     attention=("long_rope",),
+    remote_code=True,
     checked_against="transformers' logits of the Llama with the same weights",
     defaults={"max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "bias": True},
     qkv_bias="bias",

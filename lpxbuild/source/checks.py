@@ -10,6 +10,7 @@ from lpxbuild.families import Family, check_parallel, family_for
 from lpxbuild.output import Output
 from lpxbuild.quantization.formats import Layout
 from lpxbuild.quantization.scheme import Scheme
+from lpxbuild.source.code import check_code, code_files
 from lpxbuild.source.folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -127,7 +128,7 @@ def check(
         revision=revision,
         files=tuple(
             SourceFile(file.name, file.stat().st_size, hub_sha256(file))
-            for file in sorted({*jsons, *weight_files, *tokenizer_files(path)})
+            for file in sorted({*jsons, *weight_files, *tokenizer_files(path), *code_files(path)})
         ),
         config=config,
         generation_config=generation_config,
@@ -163,6 +164,8 @@ def check_config(
     family = family_for(config)
     shape = family.model_shape(config)
     check_parallel(shape, tensor_parallel, pipeline_parallel, layout=layout)
+    if layout == "unified_hf":
+        check_code(path, family)
     if settings is not None:
         check_settings(settings, family, shape, layout=layout, scheme=scheme, backend=backend)
     return config, settings, family

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from lpxbuild.errors import HostError, LpxError, SourceError
 from lpxbuild.output import Output
 from lpxbuild.source.checks import check_config
+from lpxbuild.source.code import code_names
 from lpxbuild.source.folder import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -34,13 +35,8 @@ from lpxbuild.source.folder import (
 from lpxbuild.source.resume import preload
 
 SMALL_FILES = (
-    CONFIG,
-    GENERATION_CONFIG,
-    INDEX,
-    ADAPTER_CONFIG,
-    *QUANTIZATION_FILES,
-    *TOKENIZER_FILES,
-    *SLOW_TOKENIZER_FILES,
+    *(CONFIG, GENERATION_CONFIG, INDEX, ADAPTER_CONFIG),
+    *(*QUANTIZATION_FILES, *TOKENIZER_FILES, *SLOW_TOKENIZER_FILES),
 )
 _PARALLEL_DOWNLOADS = 4
 _SPARE_BYTES = 256 << 20  # left free beside the download
@@ -85,16 +81,16 @@ def fetch_repository(
         found = _look_up(repository, revision, destination)
         small = [name for name in SMALL_FILES if name in found.sizes]
         if CONFIG not in found.sizes and ADAPTER_CONFIG not in found.sizes:
-            raise SourceError(
-                f"{repository} has no {CONFIG} at revision {found.commit}",
-                why=f"it holds {_listing(found.sizes)}",
-                next="name a repository of a Hugging Face model with safetensors weights",
-            )
+            raise _no_config(found)
         if CONFIG in found.sizes and not _same_commit(found, revision):
             _download(found, CONFIG, revision or "main")  # lets the cache know the commit of this name, for offline use
         folder = Path(_download(found, small[0])).parent
         for name in small[1:]:
             _download(found, name)
+        code = code_names(folder, found.sizes)
+        for name in code:
+            _download(found, name)
+        small += code
         accept(folder)  # refuse before gigabytes are on their way
         weights = _weight_files(folder, found)
         total = sum(found.sizes[name] or 0 for name in weights if not (folder / name).exists())
@@ -129,11 +125,7 @@ def fetch_small(repository: str, revision: str | None, names: tuple[str, ...]) -
         found = _look_up(repository, revision, None)
         present = [name for name in names if name in found.sizes]
         if CONFIG not in present:
-            raise SourceError(
-                f"{repository} has no {CONFIG} at revision {found.commit}",
-                why=f"it holds {_listing(found.sizes)}",
-                next="name a repository of a Hugging Face model with safetensors weights",
-            )
+            raise _no_config(found)
         files = [Path(_download(found, name)) for name in present]
         return files[0].parent, found.commit
 
@@ -371,6 +363,14 @@ def _raise_status(repository: str, error: Any) -> NoReturn:
         why=str(error).splitlines()[0],
         next="try again later; what was downloaded is kept",
     ) from None
+
+
+def _no_config(found: _Repository) -> SourceError:
+    return SourceError(
+        f"{found.id} has no {CONFIG} at revision {found.commit}",
+        why=f"it holds {_listing(found.sizes)}",
+        next="name a repository of a Hugging Face model with safetensors weights",
+    )
 
 
 def _no_network(repository: str, error: BaseException) -> HostError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -13,11 +13,12 @@ import pytest
 
 from lpxbuild.checkpoint.unified import convert_unified, read_unified
 from lpxbuild.checkpoint.unified.modules import model_modules
+from lpxbuild.errors import SourceError
 from lpxbuild.families import family_for
 from lpxbuild.output import Output
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
-from lpxbuild.source import Source
+from lpxbuild.source import Source, check
 
 sys.path.insert(0, str(Path(__file__).parent))
 import unified_reference as reference
@@ -49,9 +50,13 @@ UNCOMPARED = {
 
 @pytest.fixture(params=sorted(UNCOMPARED))
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
-    config: dict[str, Any] = UNCOMPARED[request.param]
+    return reference.checked(folder_of(request.param, tmp_path / "source"))
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """A Hugging Face folder with weights by their names."""
+    config: dict[str, Any] = UNCOMPARED[name]
     family = family_for(config)
-    folder = tmp_path / "source"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {}
@@ -66,7 +71,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
         position = end
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
-    return reference.checked(folder)
+    return folder
 
 
 def original(source: Source, name: str) -> Any:
@@ -159,3 +164,45 @@ def test_norms_take_factors_over_only_where_nothing_else_reads_them(source: Sour
         assert halves[0] == halves[1]
         experts = [stored[f"model.layers.0.mlp.experts.{number}.up_proj.pre_quant_scale"] for number in range(4)]
         assert all(factors == experts[0] for factors in experts)
+
+
+class TestCode:
+    """transformers has no InternLM2: loaders run the Python files that lie beside the weights."""
+
+    AUTO_MAP: ClassVar = {
+        "AutoConfig": "configuration_x.Config",
+        "AutoModelForCausalLM": "modeling_x.Model",
+        "AutoModel": None,
+    }
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return folder_of("internlm2", tmp_path / "source")
+
+    def test_it_is_carried(self, folder: Path, tmp_path: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({**INTERNLM2, "auto_map": self.AUTO_MAP}))
+        for name in ("configuration_x.py", "modeling_x.py", "norms.py"):
+            (folder / name).write_text(f"raise SystemExit({name!r})\n")
+        convert_unified(in_unified(folder), tmp_path / "out", dtype="auto", output=Output.quiet())
+        carried = {file.name: file.read_bytes() for file in (tmp_path / "out").glob("*.py")}
+        assert carried == {file.name: file.read_bytes() for file in folder.glob("*.py")}
+        assert len(carried) == 3
+
+    def test_a_missing_file_is_refused_by_name(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({**INTERNLM2, "auto_map": self.AUTO_MAP}))
+        (folder / "configuration_x.py").write_text("")
+        with pytest.raises(SourceError, match=r"no modeling_x\.py"):
+            in_unified(folder)
+
+    def test_a_config_that_names_none_is_refused(self, folder: Path) -> None:
+        with pytest.raises(SourceError, match="no auto_map"):
+            in_unified(folder)
+
+    def test_other_python_files_stay_where_they_are(self, folder: Path, tmp_path: Path) -> None:
+        (folder / "setup.py").write_text("")
+        convert_unified(reference.checked(folder), tmp_path / "out", dtype="auto", output=Output.quiet())
+        assert not list((tmp_path / "out").glob("*.py"))
+
+
+def in_unified(folder: Path) -> Source:
+    return check(folder, origin="x", need_tokenizer=False, layout="unified_hf", output=Output.quiet())

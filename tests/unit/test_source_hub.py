@@ -212,6 +212,18 @@ def test_downloads_what_is_needed_and_pins_the_commit(hub):
     assert len(weights) == 2
 
 
+def test_code_comes_along_where_the_config_names_some(hub):
+    hub.add_folder(CASES / "baseline")
+    hub.files |= dict.fromkeys(("modeling_x.py", "tools/run.py"), b"raise SystemExit\n")
+    assert not list(get("v1").glob("*.py"))
+    config = {**json.loads(hub.files["config.json"]), "auto_map": {"AutoModel": "modeling_x.X"}}
+    hub.files["config.json"] = json.dumps(config).encode()
+    folder = get()
+    assert [file.name for file in folder.rglob("*.py")] == ["modeling_x.py"]
+    source = check(folder, origin=MODEL, need_tokenizer=True, output=Output.quiet())
+    assert "modeling_x.py" in {file.name for file in source.files}
+
+
 @pytest.mark.parametrize(("revision", "commit"), [("v1", OTHER_COMMIT), (OTHER_COMMIT, OTHER_COMMIT)])
 def test_a_tag_and_a_commit_name_the_same_folder(hub, revision, commit):
     hub.add_folder(CASES / "baseline")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lpxbuild.checkpoint.convert import _guarded
 from lpxbuild.checkpoint.report import ConversionReport, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk
+from lpxbuild.source.code import code_files
 from lpxbuild.source.folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -34,8 +35,8 @@ BESIDE = (*TOKENIZER_FILES, *SLOW_TOKENIZER_FILES, GENERATION_CONFIG)
 
 
 def carry(source: Source, destination: Path, names: tuple[str, ...] = BESIDE) -> None:
-    """Copy small files as they are, those that the source has."""
-    for name in names:
+    """Copy small files as they are, those that the source has, and the Python files of a model that brings its own."""
+    for name in (*names, *(file.name for file in code_files(source.path))):
         file = source.path / name
         if file.is_file():
             _guarded(destination / name, partial(shutil.copyfile, file, destination / name))
