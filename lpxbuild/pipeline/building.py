@@ -364,8 +364,11 @@ class _Build:
 
     def _versions(self) -> dict[str, str]:
         stages = self.stages if self.input.kind == "gguf" else self.stages[1:]
-        names = {"lpx"} | {name for stage in stages for name in stage.versions}
-        return {name: version(name) for name in sorted(names)}
+        found = {name: version(name) for stage in stages for name in ("lpx", *stage.versions)}
+        for stage in stages:
+            given = stage.inputs(self.recipe, self.base)
+            found |= {f"{name} ({stage.name})": value for name, value in given.items()}
+        return dict(sorted(found.items()))
 
     def _finish(self, versions: Mapping[str, str], failure: EvidenceFailed | None) -> BuildResult:
         texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path)}

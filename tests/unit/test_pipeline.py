@@ -850,6 +850,9 @@ def test_an_engine_that_changes_while_a_build_looks_at_it_is_not_half_kept(house
         ("quantization.exclude=['transformer.layers.0.mlp.proj']", "layers.0.mlp"),
         ("quantization.overrides={'lm_head': fp8_pc_pt}", "lm_head"),
         ("quantization.exclude=['*.self_attn.k_proj']", "k_proj"),
+        ("quantization.exclude=['*']", "format fp8_pc_pt is used by no layer"),
+        ("quantization.overrides={'*': fp8}", "format fp8_pc_pt is used by no layer"),
+        ("quantization.overrides={'*.mlp.*': none, '*.mlp.down_proj': fp8}", "'*.mlp.down_proj' of quantization.over"),
     ],
 )
 def test_patterns_that_change_nothing_or_split_a_matrix_are_refused_before_weights(house, backend, override, said):
@@ -971,3 +974,23 @@ def test_what_verify_reads_is_in_its_key(house, monkeypatch, override):
     house.build(answers("pass"))
     house.build(answers("pass"), override)
     assert ran == ["pass", "pass"]
+
+
+def test_locked_refuses_other_calibration_texts(house, monkeypatch):
+    from lpxbuild.quantization import calibration
+
+    def calibrate(_folder, destination, **_options):
+        (destination / "scales.safetensors").write_bytes(b"stand-in")
+        return {"tensors": 1}
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "check_calibration", lambda *_arguments, **_options: None)
+    texts = house.folder / "texts.txt"
+    texts.write_text("one line\n")
+    options = ("quantization.format=fp8", "quantization.calibration.dataset=texts.txt")
+    house.build(*options, to="checkpoint")
+    assert house.build(*options, to="checkpoint", locked=True).made == ()
+    texts.write_text("another line\n")
+    with pytest.raises(SourceError, match="--locked") as caught:
+        house.build(*options, to="checkpoint", locked=True)
+    assert "dataset (calibration)" in caught.value.why
