@@ -174,8 +174,8 @@ def _check_calibration(scheme: Scheme, calibration: Calibration | None, output: 
     if calibration is None and scheme.only_fp8_cache:
         output.notice(
             "checkpoint: the scales of the FP8 KV cache are 1.0: nothing was measured. TensorRT-LLM's own exports have "
-            "no scale below 1.0 either; keys or values above 448 would be cut off, and only a calibration (extra "
-            "`calibrate`) finds those"
+            "no scale below 1.0 either; keys or values above 448 would be cut off: write `calibration: {}` below "
+            "`quantization` to have them measured (extra `calibrate`)"
         )
     elif calibration is None and scheme.needs_calibration:
         calibrated = [name for name in scheme.formats if FORMATS[name].needs_calibration]

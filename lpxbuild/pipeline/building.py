@@ -78,7 +78,7 @@ def build(
         VerdictError: built, and the smoke test failed.
     """
     if backend is not None and backend != recipe.backend:
-        recipe = type(recipe).model_validate(recipe.model_dump() | {"backend": backend})
+        recipe = type(recipe).model_validate(recipe.model_dump(exclude_unset=True) | {"backend": backend})
     run = _Build(
         recipe,
         to,

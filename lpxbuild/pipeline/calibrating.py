@@ -12,10 +12,18 @@ if TYPE_CHECKING:
 
 
 def applies(recipe: Recipe, _base: Path) -> bool:
-    """Whether a format of the recipe needs text to be run through the model."""
+    """Whether a format of the recipe needs text to be run through the model.
+
+    An FP8 KV cache alone does in the unified layout. TensorRT-LLM's has no scale below 1.0, and almost always 1.0, so
+    there it is the recipe that asks for a measurement, by naming `quantization.calibration`: what this host has
+    installed must not decide about the bytes.
+    """
     from lpxbuild.quantization.scheme import Scheme
 
-    return Scheme.of(recipe.quantization).needs_calibration
+    scheme = Scheme.of(recipe.quantization)
+    if scheme.only_fp8_cache and recipe.checkpoint_layout == "tensorrt_llm":
+        return "calibration" in recipe.quantization.model_fields_set
+    return scheme.needs_calibration
 
 
 def inputs(recipe: Recipe, base: Path) -> dict[str, str]:
@@ -26,26 +34,11 @@ def inputs(recipe: Recipe, base: Path) -> dict[str, str]:
 
 
 def left_out(work: Work) -> str | None:
-    """A source that is quantized already has its scales; an FP8 KV cache of TensorRT-LLM's layout can do without."""
+    """A source that is quantized already has its scales."""
     from lpxbuild.source import is_quantized
 
     if is_quantized(work.paths["source"]):
         return "the source is quantized already and has its scales"
-    return cache_without_measuring(work.recipe, work.base)
-
-
-def cache_without_measuring(recipe: Recipe, base: Path) -> str | None:
-    """Why an FP8 KV cache gets scales of 1.0: it is all that would be measured, and nothing here can."""
-    from lpxbuild.errors import HostError
-    from lpxbuild.quantization.calibration.interpreter import check_interpreter
-    from lpxbuild.quantization.scheme import Scheme
-
-    if recipe.checkpoint_layout != "tensorrt_llm" or not Scheme.of(recipe.quantization).only_fp8_cache:
-        return None
-    try:
-        check_interpreter(reference_python(recipe, base))
-    except HostError as error:
-        return error.what
     return None
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpxbuild.pipeline.calibrating import cache_without_measuring
 from lpxbuild.pipeline.stages import Stage, reference_python
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def check(
         features = attention_features(found.shape, recipe.limits.max_seq_len)
         check_features(features, recipe.backend)
         check_positions(found.shape, recipe.limits.max_seq_len)
-    if first.name == "calibration" and found.quantization is None and cache_without_measuring(recipe, base) is None:
+    if first.name == "calibration" and found.quantization is None:
         from lpxbuild.quantization.calibration import check_calibration
 
         check_calibration(
@@ -68,14 +67,16 @@ def check(
 
 
 def _check_checkpoint(recipe: Recipe, source: Source) -> None:
-    """Formats and sizes, by the layout that the backend reads."""
+    """Formats, sizes and lengths, by the layout that the backend reads."""
     from lpxbuild.quantization import check_shapes
     from lpxbuild.quantization.scheme import Scheme
 
     asked = Scheme.of(recipe.quantization)
     if recipe.checkpoint_layout == "tensorrt_llm":
         from lpxbuild.checkpoint import check_scheme
+        from lpxbuild.pipeline.converting import check_rope
 
+        check_rope(source.shape, recipe.limits.max_seq_len)
         loaders = source.quantization.loaders if source.quantization is not None else None
         check_shapes(source.shape, source.scheme(asked), recipe.parallel.tensor, loaders=loaders)
         if source.quantization is None:
@@ -84,3 +85,7 @@ def _check_checkpoint(recipe: Recipe, source: Source) -> None:
         from lpxbuild.checkpoint.unified import check_unified
 
         check_unified(source.shape, asked, backend=recipe.backend)
+    else:
+        from lpxbuild.checkpoint.unified import check_source
+
+        check_source(source, recipe.backend)

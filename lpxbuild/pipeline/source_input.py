@@ -182,7 +182,7 @@ def recipe_text(recipe: Recipe, path: Path | None) -> str:
             return path.read_text(encoding="utf-8")
         except OSError as error:
             raise UsageError(f"recipe {path} cannot be read: {error.strerror}", next=f"ls -l {path}") from error
-    return json.dumps(recipe.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(recipe.model_dump(mode="json", exclude_unset=True), indent=2, ensure_ascii=False) + "\n"
 
 
 def refuse_changed(place: Path, files: Mapping[str, str], remembered: RememberedDigests, *, origin: str) -> None:

@@ -108,47 +108,6 @@ def reference_python(recipe: Recipe, base: Path) -> Path | None:
     return path if path.is_absolute() else base / path
 
 
-def _convert_checkpoint(work: Work, destination: Path) -> dict[str, Any]:
-    from lpxbuild import checkpoint
-    from lpxbuild.quantization.calibrated import read_calibration
-    from lpxbuild.quantization.scheme import Scheme
-
-    recipe = work.recipe
-    scheme = Scheme.of(recipe.quantization)
-    calibrated = work.paths.get("calibration") if work.source().quantization is None else None
-    calibration = read_calibration(calibrated) if calibrated is not None else None
-    if recipe.checkpoint_layout == "unified_hf":
-        from lpxbuild.checkpoint.unified import convert_unified
-
-        return plain(
-            convert_unified(
-                work.source(),
-                destination,
-                dtype=recipe.model.dtype,
-                scheme=scheme,
-                calibration=calibration,
-                backend=recipe.backend,
-                output=work.output,
-            )
-        )
-    report = checkpoint.convert(
-        work.source(),
-        destination,
-        dtype=recipe.model.dtype,
-        scheme=scheme,
-        calibration=calibration,
-        tensor_parallel=recipe.parallel.tensor,
-        pipeline_parallel=recipe.parallel.pipeline,
-        output=work.output,
-    )
-    return plain(report)
-
-
-def _loader(recipe: Recipe, _base: Path) -> dict[str, str]:
-    """A unified checkpoint of a quantized source is written for the backend that loads it."""
-    return {"loader": recipe.backend} if recipe.checkpoint_layout == "unified_hf" else {}
-
-
 def _compile_engine(work: Work, destination: Path) -> dict[str, Any]:
     from lpxbuild import engine
 
@@ -267,7 +226,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "checkpoint",
-        _convert_checkpoint,
+        _lazily("converting", "run_stage"),
         fields=(
             "checkpoint_layout",
             "model.source",
@@ -282,7 +241,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         rooms=("families", "quantization", "source", "checkpoint"),
         reads=("source", "calibration"),
-        inputs=_loader,
+        inputs=_lazily("converting", "inputs"),
     ),
     Stage(
         "engine",
@@ -389,8 +348,8 @@ def stages_to(target: str | None, recipe: Recipe, base: Path) -> tuple[Stage, ..
     if target not in (stage.name for stage in stages):
         raise UsageError(
             f"--to {target}: a build of {recipe.name} has no such stage",
-            why=f"its stages are {', '.join(stage.name for stage in stages if not stage.evidence)}; the format "
-            f"{recipe.quantization.format} needs no calibration",
+            why=f"its stages are {', '.join(stage.name for stage in stages if not stage.evidence)}; nothing of "
+            f"quantization.format {recipe.quantization.format} and kv_cache {recipe.quantization.kv_cache} is measured",
             next="lpx build RECIPE --to checkpoint",
         )
     last = NAMES.index(target)

@@ -74,14 +74,16 @@ class Scheme:
         return bool(self.exclude or self.overrides)
 
     def check_patterns(self, linears: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Refuse patterns that change nothing: a misspelt one must not pass unseen.
+        """Refuse patterns and formats that decide nothing: a misspelt one must not pass unseen.
+
+        What is left names formats that layers have, so `formats` and `needs_calibration` are true of the model.
 
         Args:
             linears: Hugging Face names of the linear layers that formats apply to.
             others: of modules that stay unquantized in any case (lm_head); to exclude them is right, if needless.
 
         Raises:
-            RecipeError: names the pattern and the nearest layers.
+            RecipeError: names the pattern and the nearest layers, or the format that no layer gets.
         """
         names, plain = tuple(linears), tuple(others)
         for key, pattern in (
@@ -102,6 +104,26 @@ class Scheme:
                 "quantization.exclude is given, but no format",
                 why="quantization.format is none, so no layer is quantized",
                 next="set quantization.format, or remove quantization.exclude",
+            )
+        self._check_shadows(names)
+
+    def _check_shadows(self, names: Iterable[str]) -> None:
+        """Refuse overrides that other patterns come before everywhere, and a main format that no layer gets."""
+        left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.exclude)]
+        for pattern in self.overrides:
+            rest = [name for name in left if not fnmatchcase(name, pattern)]
+            if len(rest) == len(left):
+                raise RecipeError(
+                    f"the pattern {pattern!r} of quantization.overrides decides for no layer",
+                    why="quantization.exclude or an earlier pattern names all of its layers, and the first one decides",
+                    next="write the narrower pattern first, or remove this one",
+                )
+            left = rest
+        if self.format != "none" and not left:
+            raise RecipeError(
+                f"quantization.format {self.format} is used by no layer",
+                why="quantization.exclude and quantization.overrides name every linear layer of the model",
+                next="set quantization.format to none, or narrow the patterns",
             )
 
     def as_dict(self) -> dict[str, Any]:

@@ -271,7 +271,8 @@ class _Document:
         message = str(detail["msg"])
         advice = "see docs/recipe-reference.md"
         if kind == "literal_error":
-            valid = re.findall(r"'([^']*)'", str(detail["ctx"]["expected"]))
+            # "64 or 128", "'none', 'int8' or 'fp8'"
+            valid = [text or number for text, number in re.findall(r"'([^']*)'|(\d+)", str(detail["ctx"]["expected"]))]
             nearest = difflib.get_close_matches(str(given), valid, n=1, cutoff=0.5)
             message = f"valid values: {', '.join(valid)}"
             advice = f"did you mean `{nearest[0]}`?" if nearest else f"set `{key}` to one of them"

@@ -77,7 +77,12 @@ class Quantization(Section):
     """How weights and KV cache are stored."""
 
     format: Format = Field("none", description="Quantization format, named as ModelOpt's `qformat`.")
-    kv_cache: Literal["none", "int8", "fp8"] = Field("none", description="Quantization of the KV cache.")
+    kv_cache: Literal["none", "int8", "fp8"] = Field(
+        "none",
+        description="Quantization of the KV cache. `int8` needs calibration, and so does `fp8` of backends `pytorch` "
+        "and `vllm`; for `tensorrt` and `openvino`, where nothing else is calibrated and `calibration` is not given, "
+        "the scales of `fp8` are 1.0.",
+    )
     group_size: Literal[64, 128] = Field(
         128, description="Input features that share a scale, of `int4_rtn`, `int4_awq` and `w4a8_awq`."
     )
@@ -89,7 +94,11 @@ class Quantization(Section):
     overrides: dict[Annotated[str, Field(min_length=1)], Format] = Field(
         {}, description="Another format for some linear layers: pattern of Hugging Face module names → format."
     )
-    calibration: Calibration = Field(Calibration(), description="Text for the formats that need calibration.")
+    calibration: Calibration = Field(
+        Calibration(),
+        description="Text for the formats that need calibration. Given (`{}` will do), it also measures an FP8 KV "
+        "cache that could do without.",
+    )
 
 
 class Parallel(Section):

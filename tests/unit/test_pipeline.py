@@ -994,3 +994,64 @@ def test_locked_refuses_other_calibration_texts(house, monkeypatch):
     with pytest.raises(SourceError, match="--locked") as caught:
         house.build(*options, to="checkpoint", locked=True)
     assert "dataset (calibration)" in caught.value.why
+
+
+# an FP8 KV cache, and what TensorRT-LLM's checkpoint cannot say -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        (["kv_cache=fp8"], False),
+        (["kv_cache=fp8", "calibration={}"], True),
+        (["kv_cache=fp8", "calibration.samples=4"], True),
+        (["kv_cache=int8"], True),
+        (["kv_cache=fp8", "format=fp8"], True),
+    ],
+)
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt", "vllm"])
+def test_whether_an_fp8_cache_is_measured_is_the_recipe_s_decision(house, overrides, measured, backend):
+    from lpxbuild.pipeline.stages import stages_to
+
+    given = [f"quantization.{text}" for text in overrides]
+    recipe = Recipe.load(house.recipe_path, [f"backend={backend}", *given])
+    stages = [stage.name for stage in stages_to("checkpoint", recipe, house.folder)]
+    assert ("calibration" in stages) == (measured or backend == "vllm")
+
+
+def test_another_backend_on_the_command_line_does_not_ask_for_a_measurement(house):
+    house.build("quantization.kv_cache=fp8", backend="tensorrt", to="checkpoint")
+    assert house.ran == ["checkpoint"]
+
+
+def shape_of(**fields):
+    from lpxbuild.families import family_for
+
+    config = json.loads((CASES / "baseline_tp2" / "config.json").read_text())
+    return family_for({**config, **fields}).model_shape({**config, **fields})
+
+
+def test_a_window_is_said_with_the_runtime_s_word_for_it():
+    from lpxbuild.pipeline.converting import runtime_notices
+
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+    (notice,) = runtime_notices(shape_of(**mistral))
+    assert "window of 16 tokens is no part" in notice
+    assert "max_attention_window" in notice
+    assert runtime_notices(shape_of()) == []
+
+
+def test_dynamic_rope_beyond_its_length_is_refused_before_a_checkpoint(house):
+    """TensorRT-LLM's `dynamic` is another kind, so the checkpoint has plain RoPE, which is right up to that length."""
+    from dataclasses import replace
+
+    from lpxbuild.pipeline.converting import check_rope, runtime_notices
+
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
+    shape = replace(shape_of(), rotary_scaling=scaling)
+    check_rope(shape, 64)
+    with pytest.raises(SourceError, match=r"max_seq_len 65 is beyond the 64 tokens") as caught:
+        check_rope(shape, 65)
+    assert caught.value.next == "set limits.max_seq_len to at most 64"
+    (notice,) = runtime_notices(shape)
+    assert "right up to 64 tokens" in notice

@@ -69,6 +69,12 @@ def test_counts_are_whole_numbers(tmp_path: Path, value: str) -> None:
     assert "limits.max_batch_size" in message
 
 
+def test_numbers_of_a_closed_list_are_named(tmp_path: Path) -> None:
+    message = refused(tmp_path, SMALLEST + "quantization: {group_size: 32}\n")
+    assert "valid values: 64, 128" in message
+    assert "`quantization.group_size` is 32" in message
+
+
 def test_every_problem_is_in_one_message(tmp_path: Path) -> None:
     message = refused(tmp_path, "name: T\nmodel: {source: x, dtyp: auto}\nbackend: openvio\n")
     for part in ("r.yaml:1", "r.yaml:2", "r.yaml:3", "`openvino`", "model.dtyp", "3 problems"):
