@@ -1,8 +1,7 @@
 """Quantized sources as unified Hugging Face checkpoints: unchanged, or under ModelOpt's names.
 
 vLLM loads every method as it is, so its checkpoints are the source's own files. TensorRT-LLM's PyTorch backend reads
-ModelOpt's names and DeepSeek's FP8 blocks only, so what has an equal form there is written in it; the rest goes
-unchanged, with a notice.
+ModelOpt's names and DeepSeek's FP8 blocks only, so what has an equal form there is written in it; the rest is refused.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from lpxbuild.checkpoint.reexpress_scales import (
     group_scales,
     largest_fp4_scale,
 )
+from lpxbuild.checkpoint.unified.checks import check_unified
 from lpxbuild.checkpoint.unified.modules import Group, Module
 from lpxbuild.checkpoint.unified.writing import ROW_BLOCK, Place
+from lpxbuild.errors import RecipeError, SourceError
 from lpxbuild.quantization import int4
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
-from lpxbuild.source.quantized import Read, SourceQuantization
+from lpxbuild.source.quantized import ORIGINAL, Read, SourceQuantization, check_backend, renamed
 from lpxbuild.source.quantized.arrays import mapped
 from lpxbuild.source.quantized.integers import IntLinear
 from lpxbuild.source.quantized.linears import Fp4Linear, Fp8Linear
@@ -32,15 +33,29 @@ from lpxbuild.source.quantized.linears import Fp4Linear, Fp8Linear
 if TYPE_CHECKING:
     from lpxbuild.source import Source
 
-FORMS = ("fp8", "fp8_pc_pt", "nvfp4", "w4a16_nvfp4", "int4_rtn")
-"""Formats that have a form under ModelOpt's names."""
 
+def check_source(source: Source, backend: str | None) -> None:
+    """Refuse a quantized source that the backend's loader would misread: the same answers as for a recipe's formats.
 
-def unchanged(quantization: SourceQuantization, backend: str | None) -> bool:
-    """Whether the files go to a backend as they are (None = to whoever loads them)."""
-    if backend != "pytorch" or backend in quantization.loaders:
-        return True
-    return any(linear.format not in FORMS for linear in quantization.linears.values())
+    Only weights under ModelOpt's names are looked at; other methods are the business of their loaders.
+
+    Raises:
+        SourceError: names modules and formats.
+    """
+    quantization = source.quantization
+    assert quantization is not None
+    check_backend(quantization, source.shape, backend)
+    if quantization.method != "modelopt" and not renamed(quantization, source.shape, backend):
+        return
+    try:
+        check_unified(source.shape, modelopt_scheme(quantization), backend=backend)
+    except (RecipeError, SourceError) as error:
+        others = [name for name in quantization.loaders if name != backend]
+        raise SourceError(
+            f"the source is already quantized ({quantization.title}); {error.what}",
+            why=error.why,
+            next=f"build for backend {' or '.join(others)}, or {ORIGINAL}" if others else ORIGINAL,
+        ) from error
 
 
 def modelopt_scheme(quantization: SourceQuantization) -> Scheme:

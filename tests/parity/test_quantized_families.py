@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from lpxbuild.checkpoint import convert
+from lpxbuild.checkpoint.unified import check_source
 from lpxbuild.errors import SourceError
 from lpxbuild.families import family_for
 from lpxbuild.output import Output
@@ -261,6 +262,24 @@ def test_what_tensorrt_has_no_kernels_for_names_what_is_left(
     assert refusal.value.next is not None
     assert "build for backend pytorch or vllm, or give the original, unquantized model" in refusal.value.next
     assert "quantization.format" not in refusal.value.next
+
+
+@pytest.mark.parametrize(
+    ("method", "backend", "refused"),
+    [("fp8_pc_pt", "vllm", True), ("fp8_pc_pt", "pytorch", True), ("fp8", "vllm", False), ("nvfp4", "pytorch", False)],
+)
+def test_experts_that_a_loader_would_misread(method: str, backend: str, refused: bool, tmp_path: Path) -> None:
+    """ModelOpt's files of Mixtral get the answers of a recipe that asks for the same format."""
+    _, folder, _ = sources(tmp_path, "mixtral", method)
+    source = check(
+        folder, origin="x", need_tokenizer=False, layout="unified_hf", backend=backend, output=Output.quiet()
+    )
+    if not refused:
+        check_source(source, backend)
+        return
+    with pytest.raises(SourceError, match=r"already quantized.*an expert") as refusal:
+        check_source(source, backend)
+    assert "quantization.format " not in str(refusal.value.next)
 
 
 PAIRS = [(family, method) for family in CONFIGS for method in METHODS]

@@ -24,9 +24,12 @@ from lpxbuild.checkpoint import convert
 from lpxbuild.checkpoint.unified import convert_unified
 from lpxbuild.errors import SourceError
 from lpxbuild.output import Output
+from lpxbuild.quantization import FORMATS
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source import Source, check
+from lpxbuild.source.checks import check_config
 from lpxbuild.source.quantized.arrays import mapped
+from lpxbuild.source.quantized.modelopt import ALGORITHMS as MODELOPT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 from named_weights import bfloat16_bits
@@ -395,20 +398,40 @@ def test_unified_for_pytorch_has_the_names_of_modelopt(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "said"),
+    ("name", "backend", "others"),
     [
-        ("awq", "pytorch", True),
-        ("awq", "vllm", False),
-        ("ct_int8", "pytorch", True),
-        ("modelopt_nvfp4", "pytorch", False),
+        ("awq", "pytorch", "set backend to vllm"),
+        ("ct_int8", "pytorch", "set backend to vllm"),
+        ("gptq_asymmetric", "pytorch", "set backend to vllm"),
+        ("modelopt_int4_awq", "vllm", "set backend to pytorch"),
+        ("modelopt_w4a8_awq", "vllm", "set backend to pytorch"),
     ],
 )
-def test_a_backend_that_does_not_load_the_files_is_named(name: str, backend: str, said: bool, tmp_path: Path) -> None:
-    output = Output.quiet()
-    convert_unified(source_of(name), tmp_path / "c", dtype="auto", backend=backend, output=output)
-    assert bool(output.notices) == said
-    assert not said or "known to load them: vllm" in output.notices[0]
-    assert (tmp_path / "c" / "model.safetensors").read_bytes() == (DATA / name / "model.safetensors").read_bytes()
+def test_a_backend_that_does_not_load_the_files_is_refused(name: str, backend: str, others: str) -> None:
+    with pytest.raises(SourceError, match=f"backend {backend} is not known to load") as refusal:
+        source_of(name, layout="unified_hf", scheme=Scheme(), backend=backend)
+    assert str(refusal.value.next).startswith(others)
+    right = others.split()[-1]
+    source_of(name, layout="unified_hf", scheme=Scheme(), backend=right)
+
+
+def test_modelopts_loaders_are_those_of_the_formats() -> None:
+    """A recipe's format and a source of it get the same answer from every backend."""
+    formats = {row.quant_algo: row for row in FORMATS.values() if row.quant_algo and "unified_hf" in row.layouts}
+    for algorithm, (_, loaders) in MODELOPT.items():
+        backends = formats[algorithm].backends if algorithm in formats else ()
+        assert set(loaders) == {"pytorch", "vllm"} & set(backends), algorithm
+
+
+def test_groups_that_no_kernel_has_are_not_renamed(tmp_path: Path) -> None:
+    """ModelOpt's names with groups of 32: TensorRT-LLM has 64 and 128."""
+    folder = tmp_path / "source"
+    shutil.copytree(DATA / "gptq", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 32
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="backend pytorch is not known"):
+        check_config(folder, layout="unified_hf", scheme=Scheme(), backend="pytorch")
 
 
 def test_another_dtype_is_no_reason_to_touch_the_files(tmp_path: Path) -> None:

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
 from lpxbuild.checkpoint.convert import MOST_WORKERS, _guarded, _host_error, _notice_non_finite, _run
-from lpxbuild.checkpoint.reexpress_unified import (
-    QuantizedWork,
-    cache_calibration,
-    modelopt_scheme,
-    unchanged,
-)
+from lpxbuild.checkpoint.reexpress_unified import QuantizedWork, cache_calibration, check_source, modelopt_scheme
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk, fitting_workers
 from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources
@@ -38,7 +33,7 @@ from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
-from lpxbuild.source.quantized import check_contents
+from lpxbuild.source.quantized import check_contents, renamed
 from lpxbuild.source.quantized.arrays import mapped
 
 if TYPE_CHECKING:
@@ -88,12 +83,14 @@ def convert_unified(
     already = source.quantization
     if already is not None:
         check_contents(already, mapped(source.tensors))
-        if unchanged(already, backend):
-            return _pass_through(source, destination, dtype=dtype, backend=backend, output=output)
+        check_source(source, backend)
+        if not renamed(already, shape, backend):
+            return _pass_through(source, destination, dtype=dtype, output=output)
         scheme, calibration = modelopt_scheme(already), cache_calibration(source)
     dtype = shape.dtype if dtype == "auto" else dtype
     kind = SAFETENSORS_NAMES[dtype]
-    check_unified(shape, scheme, backend=backend)
+    if already is None:
+        check_unified(shape, scheme, backend=backend)
     modules = model_modules(shape)
     formats = {module.name: scheme.format_of(module.name) for module in modules.linears}
     if already is None:
@@ -147,17 +144,8 @@ def convert_unified(
     return report
 
 
-def _pass_through(
-    source: Source, destination: Path, *, dtype: str, backend: str | None, output: Output
-) -> ConversionReport:
-    assert source.quantization is not None
+def _pass_through(source: Source, destination: Path, *, dtype: str, output: Output) -> ConversionReport:
     started = time.perf_counter()
-    loaders = source.quantization.loaders
-    if backend is not None and backend not in loaders:
-        output.notice(
-            f"checkpoint: backend {backend} is not known to load {source.quantization.title} files of this kind; "
-            f"known to load them: {', '.join(loaders) or 'none'}"
-        )
     if dtype not in ("auto", source.shape.dtype):
         output.notice(
             f"checkpoint: the files of a quantized source go through as they are: {source.shape.dtype}, not {dtype}"

@@ -92,15 +92,12 @@ def _whole(
 ) -> SourceQuantization:
     kv_cache, key_value = _key_value(settings, modules)
     refused: dict[Layout, tuple[str, str]] = {}
-    notices: tuple[str, ...] = ()
     if kv_cache not in ("none", "fp8"):
         refused["tensorrt_llm"] = (
             f"its KV cache is quantized to {kv_cache}, which TensorRT-LLM checkpoints cannot say",
             "build for backend pytorch or vllm",
         )
         kv_cache = "none"
-    if not loaders:
-        notices = ("no engine is known to load this kind of ModelOpt checkpoint as it is",)
     groups = {one.group_size for one in linears.values() if isinstance(one, RowPairLinear)}
     if len(groups) > 1:
         refused["tensorrt_llm"] = (f"its layers have groups of {sorted(groups)}", "build for backend pytorch")
@@ -114,7 +111,6 @@ def _whole(
         kv_cache=kv_cache,
         key_value_scales=key_value,
         refused=refused,
-        notices=notices,
         loaders=loaders,
     )
 
@@ -167,7 +163,7 @@ METHOD = Method(
         ("W4A16_NVFP4", "`w4a16_nvfp4`, for backend openvino; refused for tensorrt", "unchanged", "vllm"),
         ("W4A16_AWQ", "`int4_awq`", "unchanged", "pytorch"),
         ("W4A8_AWQ", "`w4a8_awq`", "unchanged", "pytorch"),
-        ("W8A16, W8A8_SQ_PER_CHANNEL", "refused", "unchanged", "none known"),
+        ("W8A16, W8A8_SQ_PER_CHANNEL", "refused", "refused", "none known"),
         ("MIXED_PRECISION of these", "each layer by its own rule", "unchanged", "those that load every part"),
     ),
 )

@@ -5,21 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from lpxbuild.errors import SourceError
-from lpxbuild.families import Family, ModelShape
+from lpxbuild.families import Family, ModelShape, family_named
 from lpxbuild.quantization.formats import FORMATS, Layout
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.quantization.sizes import check_kinds
 from lpxbuild.source.quantized.integers import IntLinear
-from lpxbuild.source.quantized.method import ORIGINAL
+from lpxbuild.source.quantized.method import ORIGINAL, groups_for_tensorrt
 from lpxbuild.source.quantized.modules import Modules, modules_of
 from lpxbuild.source.quantized.reading import read_quantization
-from lpxbuild.source.quantized.records import Read, SourceQuantization
+from lpxbuild.source.quantized.records import QuantizedLinear, Read, SourceQuantization
 from lpxbuild.source.quantized.settings import Settings
 
 LAYOUTS: dict[Layout, str] = {
     "tensorrt_llm": "TensorRT-LLM checkpoint (backends tensorrt and openvino)",
     "unified_hf": "unified Hugging Face checkpoint (backends pytorch and vllm)",
 }
+
+RENAMED = ("fp8", "fp8_pc_pt", "nvfp4", "int4_rtn")
+"""Formats that backend pytorch loads under ModelOpt's names, whoever made the weights."""
 
 
 def check_settings(
@@ -40,7 +43,7 @@ def check_settings(
     if scheme is not None:
         _check_scheme(quantization, scheme)
     if layout is not None:
-        _check_layout(quantization, layout, backend)
+        _check_layout(quantization, shape, layout, backend)
     if layout == "tensorrt_llm" and backend is not None:
         check_kinds(shape, quantization.scheme, loaders=quantization.loaders)
 
@@ -68,7 +71,7 @@ def check_use(
     if scheme is not None:
         _check_scheme(quantization, scheme)
     if layout is not None:
-        _check_layout(quantization, layout, backend)
+        _check_layout(quantization, shape, layout, backend)
     if layout == "tensorrt_llm":
         modules = modules_of(family, shape)
         if modules.head[0] in quantization.linears:
@@ -109,9 +112,42 @@ def check_contents(quantization: SourceQuantization, read: Read, *, most_bytes: 
             )
 
 
-def _check_layout(quantization: SourceQuantization, layout: Layout, backend: str | None) -> None:
+def renamed(quantization: SourceQuantization, shape: ModelShape, backend: str | None) -> bool:
+    """Whether a backend gets the weights under ModelOpt's names, because it does not know the source's own."""
+    if backend != "pytorch" or backend in quantization.loaders:
+        return False
+    layers = modules_of(family_named(shape.family), shape).shapes
+    return all(name in layers and _has_form(linear) for name, linear in quantization.linears.items())
+
+
+def _has_form(linear: QuantizedLinear) -> bool:
+    if isinstance(linear, IntLinear) and groups_for_tensorrt(linear.group_size, linear.shape[1]) is None:
+        return False
+    return linear.format in RENAMED
+
+
+def check_backend(quantization: SourceQuantization, shape: ModelShape, backend: str | None) -> None:
+    """Refuse a backend of unified checkpoints that is not known to load the weights in any form.
+
+    Raises:
+        SourceError: names the backends that are.
+    """
+    loaders = quantization.loaders
+    if backend is None or backend in loaders or renamed(quantization, shape, backend):
+        return
+    raise _refused(
+        quantization,
+        f"backend {backend} is not known to load weights of this kind",
+        f"backends that are: {', '.join(loaders) or 'none'}",
+        f"set backend to {' or '.join(loaders)}, or {ORIGINAL}" if loaders else ORIGINAL,
+    )
+
+
+def _check_layout(quantization: SourceQuantization, shape: ModelShape, layout: Layout, backend: str | None) -> None:
     if layout in quantization.refused:
         raise _wrong_layout(quantization, layout, *quantization.refused[layout])
+    if layout == "unified_hf":
+        check_backend(quantization, shape, backend)
     for name in quantization.scheme.formats if layout == "tensorrt_llm" else ():
         if layout not in FORMATS[name].layouts:
             why = f"its format is {name}, which that layout does not have"
