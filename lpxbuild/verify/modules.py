@@ -68,7 +68,7 @@ def judge(
             np.load(candidate_folder / candidate[point], mmap_mode="r"),
         )
         name, kind = _named(point, reference)
-        format_name = _format(point, reference, format_of) if kind in ("linear", "several") else "none"
+        format_name = format_of(described["linear"]) if kind in ("linear", "several") else "none"
         if fast and point in ("embedding", "logits"):
             kind, format_name = "linear", "int8_wo"
         floor = _floor(kind, format_name, stored, dtype)
@@ -135,22 +135,11 @@ def _named(point: str, reference: Mapping[str, Any]) -> tuple[str, str]:
         return (f"{layer}.mlp.proj", "linear") if inner else (f"{layer}.mlp (experts)", "several")
     if part == "attention.context" and f"layers.{match[1]}.attention.q" not in reference:
         return f"{layer}.attention (qkv, positions, mask, scores)", "several"
+    if part == "attention.context" and reference[point]["vectors"]:
+        return f"{layer}.{_ARITHMETIC[part]}", "vectors"
     if part == "":
         return f"{layer} {_ARITHMETIC[part]}", "vectors"
     return f"{layer}.{_ARITHMETIC[part]}", "arithmetic"
-
-
-def _format(point: str, reference: Mapping[str, Any], format_of: Callable[[str], str]) -> str:
-    match = _POINT.fullmatch(point)
-    assert match is not None
-    prefix = f"layers.{match[1]}"
-    if match[2] == "attention.context":  # of the fused projection, which is the input norm's reader
-        return format_of(reference[f"{prefix}.input_layernorm"]["module"])
-    if match[2] == "mlp":
-        inner = reference.get(f"{prefix}.mlp.inner")
-        # Experts share a format: the first one's first matrix stands for all.
-        return format_of(inner["module"] if inner else f"{reference[point]['module']}.experts.0")
-    return format_of(reference[point]["module"])
 
 
 def _floor(kind: str, format_name: str, stored: str | None, dtype: str) -> Floor:

@@ -145,6 +145,8 @@ def test_points_have_names_of_every_family(
         "side": "out",
         "begin": 128,
         "end": 192,
+        "linear": "model.layers.0.self_attn.qkv_proj",
+        "vectors": False,
     }
     assert {
         "layers.3.mlp.gate",

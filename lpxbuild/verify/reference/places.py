@@ -23,9 +23,23 @@ class Place:
 
     def __init__(self, point: str, name: str, module: Any, side: str, begin: int = 0, end: int | None = None) -> None:
         self.point, self.name, self.module, self.side, self.begin, self.end = point, name, module, side, begin, end
+        self.linear = name
+        self.vectors = False
+
+    def through(self, *, linear: str | None = None, vectors: bool = False) -> Place:
+        """What lies before the point: a linear layer that has its format, stored vectors (norms of heads)."""
+        self.linear, self.vectors = linear or self.linear, vectors
+        return self
 
     def as_dict(self) -> dict[str, Any]:
-        return {"module": self.name, "side": self.side, "begin": self.begin, "end": self.end}
+        return {
+            "module": self.name,
+            "side": self.side,
+            "begin": self.begin,
+            "end": self.end,
+            "linear": self.linear,
+            "vectors": self.vectors,
+        }
 
 
 class Order:
@@ -75,7 +89,11 @@ def places_of_layer(config: Any, point: str, name: str, layer: Any, calls: list[
     inside = [call for call in calls if call[0].startswith(f"{name}.{attention_name}.")]
     yield Place(f"{point}.input_layernorm", *inside[0], "in")
     yield from projections(config, f"{point}.attention", attention, inside[:-1])
-    yield Place(f"{point}.attention.context", *inside[-1], "in")
+    others = [module for module in attention.modules() if not is_linear(module)]
+    vectors = any(next(iter(module.parameters(recurse=False)), None) is not None for module in others)
+    # A fused projection that cannot be taken apart lies between this point and the norm before it.
+    context = Place(f"{point}.attention.context", *inside[-1], "in")
+    yield context.through(linear=inside[0][0], vectors=vectors)
     yield Place(f"{point}.attention.dense", *inside[-1], "out")
     mlp_name, mlp = next(
         (child_name, child)
@@ -85,7 +103,11 @@ def places_of_layer(config: Any, point: str, name: str, layer: Any, calls: list[
     mlp_full = f"{name}.{mlp_name}"
     yield Place(f"{point}.post_layernorm", mlp_full, mlp, "in")
     yield from inside_mlp(f"{point}.mlp", mlp, [call for call in calls if call[0].startswith(f"{mlp_full}.")])
-    yield Place(f"{point}.mlp", mlp_full, mlp, "out")
+    linears = [name for name, module in mlp.named_modules() if is_linear(module)]
+    # Experts share a format: any linear layer of theirs stands for all; without experts the last one made the point.
+    expert = next((name for name in linears if "experts." in name), None)
+    last = [call for call in calls if call[0].startswith(f"{mlp_full}.")][-1][0]
+    yield Place(f"{point}.mlp", mlp_full, mlp, "out").through(linear=f"{mlp_full}.{expert}" if expert else last)
     yield Place(point, name, layer, "out")
 
 
