@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lpxbuild.output import Output
-from lpxbuild.pipeline import evidence, host, locking, source_input
+from lpxbuild.pipeline import evidence, host, locking, refusals, source_input
 from lpxbuild.pipeline.artifact import Artifact
 from lpxbuild.pipeline.cache import Cache
 from lpxbuild.pipeline.digest import RememberedDigests
@@ -20,6 +20,10 @@ from lpxbuild.pipeline.workspace import Workspace
 
 if TYPE_CHECKING:
     from lpxbuild.recipe import Recipe
+
+
+CHECKED = ("calibration", "checkpoint", "engine")
+"""Stages before which a build looks at the model."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ def why(
     """Explain what `build` with these arguments would run.
 
     Local sources that were never built are hashed for the answer; nothing is downloaded and nothing written.
+
+    Raises:
+        RecipeError, SourceError: the build would be refused, as far as the recipe and config.json say.
     """
     output = output if output is not None else Output.quiet()
     base = (recipe_path.parent if recipe_path is not None else Path()).absolute()
@@ -103,14 +110,19 @@ def why(
         plans.append(plan)
         if artifact is not None:
             artifacts[stage.name] = artifact
+    folder = _folder(given, cache)
+    if folder is not None and folder.is_dir() and any(plan.runs and plan.stage in CHECKED for plan in plans):
+        refusals.check_from_config(recipe, stages, folder)
     found = differences(workspace.root, old) if old is not None else []
     return Explanation(tuple(plans), tuple(found))
 
 
+def _folder(given: SourceInput, cache: Cache) -> Path | None:
+    return source_input.snapshot(given, cache.digests) if given.kind == "hub" else given.path
+
+
 def _files(given: SourceInput, cache: Cache) -> dict[str, str] | None:
-    folder: Path | None = given.path
-    if given.kind == "hub":
-        folder = source_input.snapshot(given, cache.digests)
+    folder = _folder(given, cache)
     if folder is None or not folder.exists():
         return None
     return source_input.digests(folder, RememberedDigests(cache.digests), fresh=False, save=False)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lpxbuild.pipeline.stages import Stage, reference_python
 
 if TYPE_CHECKING:
+    from lpxbuild.families import ModelShape
     from lpxbuild.recipe import Recipe
     from lpxbuild.source import Source
+    from lpxbuild.source.quantized import SourceQuantization
 
 
 def check(
@@ -50,14 +52,7 @@ def check(
     if first.name not in ("calibration", "checkpoint", "engine"):
         return
     found = source()
-    _check_checkpoint(recipe, found)
-    if "engine" in names:
-        from lpxbuild.engine import check_features, check_positions
-        from lpxbuild.families import attention_features
-
-        features = attention_features(found.shape, recipe.limits.max_seq_len)
-        check_features(features, recipe.backend)
-        check_positions(found.shape, recipe.limits.max_seq_len)
+    _check_model(recipe, names, found.shape, found.quantization)
     if first.name == "calibration" and found.quantization is None:
         from lpxbuild.quantization.calibration import check_calibration
 
@@ -66,26 +61,58 @@ def check(
         )
 
 
-def _check_checkpoint(recipe: Recipe, source: Source) -> None:
-    """Formats, sizes and lengths, by the layout that the backend reads."""
+def check_from_config(recipe: Recipe, stages: Sequence[Stage], folder: Path) -> None:
+    """The part of `check` that the recipe and the small JSON files of a Hugging Face folder decide, for `--why`.
+
+    Raises:
+        SourceError, RecipeError: as `check`.
+    """
+    from lpxbuild.quantization.scheme import Scheme
+    from lpxbuild.source import check_config
+
+    config, settings, family = check_config(
+        folder,
+        tensor_parallel=recipe.parallel.tensor,
+        pipeline_parallel=recipe.parallel.pipeline,
+        layout=recipe.checkpoint_layout,
+        scheme=Scheme.of(recipe.quantization),
+        backend=recipe.backend,
+    )
+    if settings is None:
+        _check_model(recipe, {stage.name for stage in stages}, family.model_shape(config), None)
+
+
+def _check_model(
+    recipe: Recipe, names: Collection[str], shape: ModelShape, quantization: SourceQuantization | None
+) -> None:
+    """Formats, sizes and lengths, by the layout that the backend reads, and what its engine runs."""
+    _check_checkpoint(recipe, shape, quantization)
+    if "engine" in names:
+        from lpxbuild.engine import check_features, check_positions
+        from lpxbuild.families import attention_features
+
+        check_features(attention_features(shape, recipe.limits.max_seq_len), recipe.backend)
+        check_positions(shape, recipe.limits.max_seq_len)
+    elif recipe.checkpoint_layout == "tensorrt_llm":
+        from lpxbuild.pipeline.converting import check_rope
+
+        check_rope(shape, recipe.limits.max_seq_len)
+
+
+def _check_checkpoint(recipe: Recipe, shape: ModelShape, quantization: SourceQuantization | None) -> None:
     from lpxbuild.quantization import check_shapes
     from lpxbuild.quantization.scheme import Scheme
 
     asked = Scheme.of(recipe.quantization)
     if recipe.checkpoint_layout == "tensorrt_llm":
         from lpxbuild.checkpoint import check_scheme
-        from lpxbuild.pipeline.converting import check_rope
 
-        check_rope(source.shape, recipe.limits.max_seq_len)
-        loaders = source.quantization.loaders if source.quantization is not None else None
-        check_shapes(source.shape, source.scheme(asked), recipe.parallel.tensor, loaders=loaders)
-        if source.quantization is None:
-            check_scheme(source.shape, asked, recipe.parallel.tensor, recipe.parallel.pipeline)
-    elif source.quantization is None:
+        stored = asked if quantization is None else quantization.scheme
+        loaders = None if quantization is None else quantization.loaders
+        check_shapes(shape, stored, recipe.parallel.tensor, loaders=loaders)
+        if quantization is None:
+            check_scheme(shape, asked, recipe.parallel.tensor, recipe.parallel.pipeline)
+    elif quantization is None:
         from lpxbuild.checkpoint.unified import check_unified
 
-        check_unified(source.shape, asked, backend=recipe.backend)
-    else:
-        from lpxbuild.checkpoint.unified import check_source
-
-        check_source(source, recipe.backend)
+        check_unified(shape, asked, backend=recipe.backend)

@@ -862,6 +862,22 @@ def test_patterns_that_change_nothing_or_split_a_matrix_are_refused_before_weigh
     assert house.ran == []
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["quantization.exclude=['*']", "parallel.tensor=1024", "quantization.format=int4_rtn", "backend=pytorch"],
+)
+def test_why_refuses_what_the_build_refuses_by_recipe_and_config(house, override):
+    given = ["quantization.format=fp8_pc_pt", override]
+    to = "engine" if override == "backend=pytorch" else "checkpoint"
+    said = []
+    for ask in (house.build, house.why):
+        with pytest.raises((RecipeError, SourceError)) as caught:
+            ask(*given, to=to)
+        said.append((caught.value.what, caught.value.next))
+    assert said[0] == said[1]
+    assert house.ran == []
+
+
 def test_an_exclusion_without_a_format_is_refused(house):
     with pytest.raises(RecipeError, match="exclude is given, but no format"):
         house.build("quantization.exclude=['*.mlp.*']", to="checkpoint")
