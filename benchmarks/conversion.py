@@ -7,8 +7,9 @@ float16, and to every format that needs no data (fp8 and nvfp4 with given scales
 of the same bytes in 16 MiB blocks; for formats also plain numpy and ml_dtypes doing their arithmetic (largest
 magnitude, division, rounding, cast) on the same arrays. Floor and conversion alternate in one process; printed are
 median and quartiles of the pairwise ratios. No fsync, no hashing, no interpreter start is measured. Peak memory is
-RssAnon of a process of its own that converts once, sampled every 2 ms. `--peer` names an interpreter with ModelOpt,
-which then does the same jobs on the same folder. Exit status 1 where a bound is missed.
+RssAnon of a process of its own that converts once, sampled every 2 ms. `--peer` names an interpreter with ModelOpt
+(default: `.venv-ref`, which `make ref` sets up), which then does the same jobs on the same folder. Exit status 1 where
+a bound is missed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SHARD = 200_000_000
 BOUNDS = {"copy": 1.5, "cast": 4.0}
 FORMATS = ("int8_wo", "int4_wo", "fp8_pc_pt", "int4_rtn", "w4a16_nvfp4", "fp8", "nvfp4")
 FORMAT_BOUND = 1.3  # of copy floor + arithmetic floor
+PEER = Path(__file__).resolve().parents[1] / ".venv-ref" / "bin" / "python"
 PEERS = ("none", "fp8_pc_pt", "int4_rtn", "w4a16_nvfp4", "fp8", "nvfp4")
 PEER_BOUNDS = {"with import": 5.0, "without": 2.0, "anonymous peak": 4.0}
 
@@ -308,7 +310,7 @@ def peak_memory(folder: Path, layers: int, workers: int) -> bool:
 def against_peer(folder: Path, layers: int, workers: int, python: Path) -> bool:
     """The same jobs by ModelOpt in the same run; whether lpx is as much faster and smaller as promised."""
     held = True
-    script = Path(__file__).with_name("modelopt_export.py")
+    script = Path(__file__).parent / "peers" / "modelopt_export.py"
     for name in PEERS:
         theirs, their_peak, printed = sampled(
             [str(python), str(script), str(folder / f"model{layers}"), str(folder / "peer"), name]
@@ -342,7 +344,7 @@ def main() -> int:
     parser.add_argument("--once", nargs=2, type=Path, metavar=("MODEL", "OUT"), help="convert once, print the seconds")
     parser.add_argument("--format", default="none", help="of --once")
     parser.add_argument("--dtype", default="float16", help="of --once")
-    parser.add_argument("--peer", type=Path, help="interpreter with nvidia-modelopt, torch and transformers")
+    parser.add_argument("--peer", type=Path, default=PEER, help="interpreter with nvidia-modelopt and transformers")
     parser.add_argument("--formats-only", action="store_true", help="not the copy and the cast, one size of model")
     options = parser.parse_args()
     if options.once:
@@ -372,7 +374,9 @@ def main() -> int:
             held &= peak_memory(folder, layers, options.workers)
             if layers == options.layers:
                 held &= measure_formats(folder, layers, options.rounds, options.workers)
-                if options.peer:
+                if not options.peer.exists():
+                    print(f"  not compared with ModelOpt: there is no {options.peer} (make ref)")
+                else:
                     held &= against_peer(folder, layers, options.workers, options.peer)
             shutil.rmtree(folder / f"model{layers}")
     if options.disk:

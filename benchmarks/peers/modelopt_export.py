@@ -1,6 +1,6 @@
 """The peer of benchmarks/conversion.py: NVIDIA ModelOpt doing the same job, run by an interpreter that has it.
 
-    python benchmarks/modelopt_export.py MODEL OUT FORMAT     FORMAT: none fp8_pc_pt int4_rtn w4a16_nvfp4 fp8 nvfp4
+    python benchmarks/peers/modelopt_export.py MODEL OUT FORMAT   FORMAT: none fp8_pc_pt int4_rtn w4a16_nvfp4 fp8 nvfp4
 
 Prints one JSON line: seconds of import, load, quantize and export. Formats with scales of the input are calibrated on
 one sequence of 16 tokens, which is less than anybody would take.
