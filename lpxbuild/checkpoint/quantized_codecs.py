@@ -23,31 +23,31 @@ class Codec:
     Attributes:
         per_tensor: a scale needs the largest magnitude of the whole weight, before the first row is written.
         gated: that scale, and the input's, are shared by mlp.fc and mlp.gate, which TensorRT-LLM runs as one.
-        input_divisor: activation_scaling_factor = largest magnitude of the input / this; 0 = there is none.
+        input_scale: activation_scaling_factor from the largest magnitude of the input; None = there is none.
         divisors: suffix → (rows, columns) of the weight that share one row or column of what is stored; columns 0 =
             one number for each row.
     """
 
     per_tensor: bool
     gated: bool
-    input_divisor: float
+    input_scale: Callable[[Any], Any] | None
     divisors: Mapping[str, tuple[int, int]]
 
 
 def codec(name: str, group: int) -> Codec:
     """The codec of a format that does not store plain weights."""
     if name == "fp8":
-        return Codec(True, True, fp8.MAX, {WEIGHT: (1, 1)})
+        return Codec(True, True, fp8.scale, {WEIGHT: (1, 1)})
     if name == "fp8_pc_pt":
-        return Codec(False, False, 0, {WEIGHT: (1, 1), ROW_SCALE: (1, 0)})
+        return Codec(False, False, None, {WEIGHT: (1, 1), ROW_SCALE: (1, 0)})
     if name == "int8_sq":
-        return Codec(False, False, int8.MAX, {WEIGHT: (1, 1), SCALE: (1, 0)})
+        return Codec(False, False, int8.scale, {WEIGHT: (1, 1), SCALE: (1, 0)})
     if name in INT4:
         w4a8 = name == "w4a8_awq"
-        return Codec(w4a8, False, fp8.MAX if w4a8 else 0, {WEIGHT: (2, 1), SCALE: (1, group)})
+        return Codec(w4a8, False, fp8.scale if w4a8 else None, {WEIGHT: (2, 1), SCALE: (1, group)})
     gated = name == "nvfp4"
-    divisor = nvfp4.MAX * nvfp4.SCALE_MAX if gated else 0
-    return Codec(True, gated, divisor, {WEIGHT: (1, 2), SCALE: (1, nvfp4.BLOCK)})
+    input_scale = nvfp4.global_scale if gated else None
+    return Codec(True, gated, input_scale, {WEIGHT: (1, 2), SCALE: (1, nvfp4.BLOCK)})
 
 
 def weight_scales(name: str, largest: Array) -> Mapping[str, Array]:

@@ -105,7 +105,7 @@ class LinearWork:
                 for part, smoothing in zip(linear.parts, smoothings[linear.module]):
                     found = self._largest(part, smoothing, place)
                     largest[part.expert] = max(largest.get(part.expert, 0.0), found)
-        input_largest = self._input_largest() if how.input_divisor else 0.0
+        input_largest = self._input_largest() if how.input_scale is not None else 0.0
         for linear, stored in self.linears:
             factors = smoothings[linear.module]
             self._write_numbers(how, stored, list(largest.values()), input_largest, factors[0], place)
@@ -127,14 +127,18 @@ class LinearWork:
         # ModelOpt adds an expert's gate before its up; the order decides the last bit of the mean.
         ordered = sorted(linear.parts, key=lambda part: (part.expert or 0, part.role == "up"))
         modules = list(dict.fromkeys(part.module for part in ordered))
-        # An expert that no text of the calibration reached has none: it takes the mean as its own.
-        known = [name for name in modules if self.calibration.has(f"{name}.input_quantizer._pre_quant_scale")]
+        known = [name for name in modules if self.calibration.has_factors(name)]
         found = {name: self.calibration.pre_quant_scale(name) for name in known or modules}
         own = {name: factors.astype(dtype) for name, factors in found.items()}
         common = awq.merged_scale(list(own.values())) if len(own) > 1 else next(iter(own.values()))
-        return [
-            Smoothing(found.get(part.module, common), own.get(part.module, common), common) for part in linear.parts
-        ]
+        for part in ordered:
+            if part.module not in own:
+                # An expert that no text of the calibration reached has none: it takes the mean of the others' as own.
+                alike = {
+                    one.module: own[one.module] for one in ordered if one.role == part.role and one.module in known
+                }
+                found[part.module] = own[part.module] = awq.merged_scale(list(alike.values())) if alike else common
+        return [Smoothing(found[part.module], own[part.module], common) for part in linear.parts]
 
     def _largest(self, part: LinearPart, smoothing: Smoothing | None, place: Place) -> float:
         largest = 0.0
@@ -159,8 +163,8 @@ class LinearWork:
     ) -> None:
         """Everything that does not go by rows."""
         numbers: dict[str, Array] = dict(weight_scales(self.format, np.array(largest, np.float32)))
-        if how.input_divisor:
-            numbers[INPUT_SCALE] = np.array([input_largest], np.float32) / np.float32(how.input_divisor)
+        if how.input_scale is not None:
+            numbers[INPUT_SCALE] = how.input_scale(np.array([input_largest], np.float32))
         for suffix, values in numbers.items():
             for tensor in stored[suffix]:
                 place.put(tensor, values)

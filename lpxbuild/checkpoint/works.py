@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lpxbuild.checkpoint.cast import NUMPY_TYPES
 from lpxbuild.checkpoint.layout import Linear
 from lpxbuild.checkpoint.quantized_codecs import codec
@@ -16,6 +14,7 @@ from lpxbuild.checkpoint.quantized_transfer import ROW_BLOCK, CacheWork, LinearW
 from lpxbuild.checkpoint.reexpress import Reexpressed
 from lpxbuild.checkpoint.report import OverflowedTensor
 from lpxbuild.checkpoint.transfer import transfer
+from lpxbuild.quantization import fp8, int8
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source.quantized.arrays import mapped
@@ -141,8 +140,8 @@ def cache_scales(
         elif calibration is None:
             pair = 1.0, 1.0  # FP8 alone may go without: see only_fp8_cache
         else:
-            divisor = 448.0 if scheme.kv_cache == "fp8" else 127.0
+            scale = fp8.scale if scheme.kv_cache == "fp8" else int8.scale
             key, value = calibration.key_value_amax(attention)
-            pair = float(np.float32(key) / np.float32(divisor)), float(np.float32(value) / np.float32(divisor))
+            pair = float(scale(key)), float(scale(value))
         scales[attention] = (max(pair[0], 1.0), max(pair[1], 1.0)) if scheme.kv_cache == "fp8" else pair
     return scales

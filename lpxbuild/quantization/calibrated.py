@@ -41,6 +41,10 @@ class Calibration:
         key, value = (self._need(f"{attention}.{kind}_bmm_quantizer._amax") for kind in "kv")
         return float(key.reshape(-1).max()), float(value.reshape(-1).max())
 
+    def has_factors(self, module: str) -> bool:
+        """Whether a linear's input has factors; an expert that no text reached has none."""
+        return self.has(f"{module}.input_quantizer._pre_quant_scale")
+
     def has(self, name: str) -> bool:
         """Whether the file holds a tensor of this full name."""
         return name in self._tensors

@@ -31,6 +31,7 @@ from lpxbuild.checkpoint.unified.writing import CopyWork, FoldWork, GroupWork, P
 from lpxbuild.errors import HostError, RecipeError, SourceError
 from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
+from lpxbuild.quantization import fp8
 from lpxbuild.quantization.calibrated import Calibration
 from lpxbuild.quantization.scheme import Scheme
 from lpxbuild.source.quantized import check_contents, renamed
@@ -310,7 +311,7 @@ def _write(
 
         for attention, largest in key_values.items():
             for name, value in zip(_scale_names(attention), largest):
-                place.number(name, value / 448.0)
+                place.number(name, value / fp8.MAX or 1.0)
         _run(works, work, workers, stop)
         return place
     finally:

@@ -53,17 +53,23 @@ class Smoothing:
 def smoothings(
     modules: Modules, formats: Mapping[str, str], calibration: Calibration, dtype: np.dtype[np.generic]
 ) -> dict[str, Smoothing]:
-    """Module → its factors, for every linear of a format that has some."""
-    exact = {
-        module.name: calibration.pre_quant_scale(module.name)
-        for module in modules.linears
-        if formats[module.name] in SMOOTHED
-    }
+    """Module → its factors, for every linear of a format that has some.
+
+    An expert that no text of the calibration reached has none: it takes the mean of the others as its own.
+    """
+    wanted = [module.name for module in modules.linears if formats[module.name] in SMOOTHED]
+    exact = {name: calibration.pre_quant_scale(name) for name in wanted if calibration.has_factors(name)}
     found = {name: [factors.astype(dtype)] for name, factors in exact.items()}
     for siblings in dict.fromkeys(modules.siblings().values()):
         names = [name for name in siblings if formats[name] in AWQ]
-        if names:
-            _move(found, names)
+        known = [name for name in names if name in found]
+        if known:
+            _move(found, known)
+            exact |= {name: found[known[0]][-1] for name in names if name not in exact}
+            found |= {name: [exact[name]] for name in names if name not in found}
+    for name in wanted:
+        if name not in found:
+            calibration.pre_quant_scale(name)  # says what is missing
     for group in modules.groups:
         names = [module.name for module in group.modules if module.name in found]
         if len(names) > 1:
