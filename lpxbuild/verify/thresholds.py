@@ -40,19 +40,19 @@ class FormatLimits:
     floor: Floor
 
 
-_INT4 = FormatLimits(Bounds(0.85, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(8.0, -1.0, 0.04))
-_FP4 = FormatLimits(Bounds(0.85, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(9.0, -1.0, 0.04))
-_FP8 = FormatLimits(Bounds(0.95, 0.03, 0.02), Bounds(0.6, 0.2, 0.15), Floor(22.0, 10.0, 0.02))
+_INT4 = FormatLimits(Bounds(0.75, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(8.0, -1.0, 0.04))
+_FP4 = FormatLimits(Bounds(0.75, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(9.0, -1.0, 0.04))
+_FP8 = FormatLimits(Bounds(0.9, 0.03, 0.02), Bounds(0.6, 0.2, 0.15), Floor(22.0, 10.0, 0.02))
 
 LIMITS = MappingProxyType(
     {
         "none": FormatLimits(Bounds(0.98, 0.001, 0.002), Bounds(0.9, 0.02, 0.02), Floor(42.0, 30.0, 0.01)),
-        "int8_wo": FormatLimits(Bounds(0.96, 0.02, 0.01), Bounds(0.7, 0.15, 0.10), Floor(28.0, 15.0, 0.015)),
-        "int4_wo": FormatLimits(Bounds(0.7, 0.5, 0.5), Bounds(0.1, 5.0, 20.0), Floor(4.0, -2.0, 0.10)),
+        "int8_wo": FormatLimits(Bounds(0.95, 0.02, 0.01), Bounds(0.7, 0.15, 0.10), Floor(28.0, 15.0, 0.015)),
+        "int4_wo": FormatLimits(Bounds(0.6, 0.5, 0.5), Bounds(0.1, 2.5, 3.0), Floor(4.0, -2.0, 0.10)),
         "int4_rtn": _INT4,
         "int4_awq": _INT4,
         "w4a8_awq": _INT4,
-        "int8_sq": FormatLimits(Bounds(0.93, 0.05, 0.04), Bounds(0.6, 0.3, 0.2), Floor(24.0, 10.0, 0.02)),
+        "int8_sq": FormatLimits(Bounds(0.88, 0.05, 0.04), Bounds(0.6, 0.3, 0.2), Floor(24.0, 10.0, 0.02)),
         "fp8": _FP8,
         "fp8_pc_pt": _FP8,
         "nvfp4": _FP4,
