@@ -94,12 +94,16 @@ def exit_codes() -> str:
 
 
 def formats() -> str:
-    from lpxbuild.quantization import markdown_table
+    from lpxbuild.quantization import kv_cache_table, markdown_table
 
     return (
-        "# Quantization formats\n\nGenerated from `lpxbuild/quantization/formats.py` (`make docs`).\n\n"
-        + markdown_table().rstrip()
-        + "\n"
+        "# Quantization formats\n\nGenerated from `lpxbuild/quantization/formats.py` (`make docs`). How to choose and "
+        "what each needs: [quantization.md](quantization.md).\n\n"
+        + markdown_table()
+        + "\n## KV cache\n\n"
+        + kv_cache_table()
+        + "\nThe embedded engine (`openvino`) keeps its cache in float32 whatever is written: the scales are for the "
+        "GPU host.\n"
     )
 
 

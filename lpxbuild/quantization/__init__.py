@@ -11,6 +11,7 @@ from lpxbuild.quantization.formats import (
     Format,
     check_kv_cache,
     format_for,
+    kv_cache_table,
     markdown_table,
 )
 from lpxbuild.quantization.sizes import check_shapes
@@ -22,5 +23,6 @@ __all__ = [
     "check_kv_cache",
     "check_shapes",
     "format_for",
+    "kv_cache_table",
     "markdown_table",
 ]

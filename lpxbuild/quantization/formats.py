@@ -71,6 +71,9 @@ TensorRT-LLM up to 1.2 knows W4A16_NVFP4 or SmoothQuant in its PyTorch backend."
 KV_CACHE = MappingProxyType({"none": None, "int8": "INT8", "fp8": "FP8"})
 """KV-cache formats → TensorRT-LLM's kv_cache_quant_algo."""
 
+_KV_CACHE_SM = {"int8": (80, _BLACKWELL_DATACENTER), "fp8": (89, None)}
+"""KV-cache format → lowest compute capability, and those that TensorRT-LLM's engine builder refuses."""
+
 
 def format_for(name: str, *, backend: str | None = None) -> Format:
     """The row of a format, which `backend` executes if one is given.
@@ -121,16 +124,38 @@ def markdown_table() -> str:
     head = "| format | quant_algo | layouts | backends | lowest SM | needs calibration |"
     lines = [head, "|---|---|---|---|---|---|"]
     for row in FORMATS.values():
-        sm = str(row.lowest_sm)
-        if row.refused_sm is not None:
-            sm += f" (not {row.refused_sm[0]}–{row.refused_sm[1]} on tensorrt)"
         cells = (
             f"`{row.name}`",
             f"`{row.quant_algo}`" if row.quant_algo else "–",
             ", ".join(row.layouts),
             ", ".join(row.backends),
-            sm,
+            _sm(row.lowest_sm, row.refused_sm),
             "yes" if row.needs_calibration else "no",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def kv_cache_table() -> str:
+    """The table of KV-cache formats for the docs."""
+    lines = ["| kv_cache | kv_cache_quant_algo | backends | lowest SM | needs calibration |", "|---|---|---|---|---|"]
+    for name, algorithm in KV_CACHE.items():
+        if algorithm is None:
+            continue
+        lowest, refused = _KV_CACHE_SM[name]
+        needs = "yes" if name == "int8" else "pytorch, vllm: yes; tensorrt, openvino: 1.0 without"
+        backends = ", ".join(backend for backend in _EVERY if _reads(name, backend))
+        lines.append(f"| `{name}` | `{algorithm}` | {backends} | {_sm(lowest, refused)} | {needs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _reads(name: str, backend: str) -> bool:
+    try:
+        check_kv_cache(name, backend=backend)
+    except RecipeError:
+        return False
+    return True
+
+
+def _sm(lowest: int, refused: tuple[int, int] | None) -> str:
+    return f"{lowest}" if refused is None else f"{lowest} (not {refused[0]}–{refused[1]} on tensorrt)"
