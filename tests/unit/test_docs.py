@@ -83,3 +83,13 @@ def test_make_targets_are_there() -> None:
         for target in re.findall(r"make ([a-z][a-z-]*)", document.read_text(encoding="utf-8")):
             if target in ("test", "demo", "lint", "bench", "docs", "clean", "test-all"):
                 assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_make_bench_runs_the_scripts_that_the_page_lists() -> None:
+    """The loop of the Makefile starts every file of the folder without arguments; children lie below `peers`."""
+    assert "for script in benchmarks/*.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert scripts == set(re.findall(r"^\| `(\w+\.py)`", page, re.M))
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert "sys.argv[1:]" not in path.read_text(encoding="utf-8"), path.name
