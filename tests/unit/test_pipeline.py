@@ -1071,3 +1071,21 @@ def test_dynamic_rope_beyond_its_length_is_refused_before_a_checkpoint(house):
     assert caught.value.next == "set limits.max_seq_len to at most 64"
     (notice,) = runtime_notices(shape)
     assert "right up to 64 tokens" in notice
+
+
+def test_dynamic_rope_is_refused_for_the_backend_tensorrt_by_config_json(house):
+    path = house.source / "config.json"
+    config = json.loads(path.read_text())
+    internlm2 = {
+        "architectures": ["InternLM2ForCausalLM"],
+        "model_type": "internlm2",
+        "bias": False,
+        "max_position_embeddings": 64,
+        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    }
+    path.write_text(json.dumps({**config, **internlm2}))
+    limits = ["limits.max_input_len=32", "limits.max_num_tokens=32"]
+    with pytest.raises(SourceError, match="max_seq_len 65 is beyond the 64 tokens"):
+        house.why("backend=tensorrt", *limits, "limits.max_seq_len=65", to="checkpoint")
+    plan = house.why("backend=tensorrt", *limits, "limits.max_seq_len=64", to="checkpoint")
+    assert [one.stage for one in plan.stages if one.runs] == ["checkpoint"]
