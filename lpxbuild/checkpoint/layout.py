@@ -136,11 +136,8 @@ def _over_ranks(
     rule: WeightRule, shape: ModelShape, tensor: int, stage: int, *, local: int | None, layer: int | None
 ) -> Iterator[RankTensor]:
     name = rule.target.format(layer=local)
-    parts = [
-        _Whole.of(part, rule, shape, layer=layer, expert=expert)
-        for expert in expert_numbers(rule, shape)
-        for part in rule.parts
-    ]
+    first = [_Whole.of(part, rule, shape, layer=layer) for part in rule.parts]
+    parts = [whole.of_expert(expert, layer) for expert in expert_numbers(rule, shape) for whole in first]
     linear = None
     if rule.linear and layer is not None:
         linear = Linear(name.removesuffix(".weight"), layer, rule.split, tuple(part.linear_part() for part in parts))
@@ -180,10 +177,11 @@ class _Whole:
     expert: int | None
 
     @classmethod
-    def of(cls, part: Part, rule: WeightRule, shape: ModelShape, *, layer: int | None, expert: int | None) -> _Whole:
+    def of(cls, part: Part, rule: WeightRule, shape: ModelShape, *, layer: int | None) -> _Whole:
+        """The part of a rule without experts, or what all experts have in common."""
         sizes = dimensions(shape)
         tied = rule.tied is not None and shape.tie_word_embeddings
-        source = (rule.tied if tied and rule.tied else part.source).format(layer=layer, expert=expert)
+        source = (rule.tied if tied and rule.tied else part.source).format(layer=layer, expert=None)
         matrix = len(part.dims) == 2
         return cls(
             part,
@@ -193,8 +191,15 @@ class _Whole:
             sizes[part.dims[1]] if matrix else 1,
             matrix,
             rule.transposed and matrix,
-            expert,
+            None,
         )
+
+    def of_expert(self, expert: int | None, layer: int | None) -> _Whole:
+        """The same part of one expert."""
+        if expert is None:
+            return self
+        source = self.part.source.format(layer=layer, expert=expert)
+        return _Whole(self.part, source, self.segments, self.rows, self.columns, self.matrix, self.transposed, expert)
 
     def share(self, rule: WeightRule, shape: ModelShape, tensor: int, rank: int) -> tuple[Range, Range]:
         """Rows and columns of the part that a rank holds.

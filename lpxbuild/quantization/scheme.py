@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cached_property
 from typing import Any
 
 from lpxbuild.errors import RecipeError
+
+Fits = Callable[[str], bool]
+
+
+def _fits(patterns: Sequence[str]) -> Fits:
+    """Whether a name fits any of the patterns; those without wildcards, as sources have them, are looked up."""
+    whole = {pattern for pattern in patterns if not any(sign in pattern for sign in "*?[")}
+    others = "|".join(translate(pattern) for pattern in patterns if pattern not in whole)
+    match = re.compile(others).match if others else None
+    return lambda name: name in whole or (match is not None and match(name) is not None)
 
 
 @dataclass(frozen=True)
@@ -42,12 +54,29 @@ class Scheme:
 
     def format_of(self, module: str) -> str:
         """The format of a linear layer by its Hugging Face module name ("model.layers.0.mlp.down_proj")."""
-        if any(fnmatchcase(module, pattern) for pattern in self.exclude):
+        found = self._known.get(module)
+        if found is None:
+            found = self._known[module] = self._decide(module)
+        return found
+
+    def _decide(self, module: str) -> str:
+        if self._excluded(module):
             return "none"
-        for pattern, name in self.overrides.items():
-            if fnmatchcase(module, pattern):
-                return name
-        return self.format
+        decides = next((fits for fits in self._fitting if fits(module)), None)
+        return self.format if decides is None else self._fitting[decides]
+
+    @cached_property
+    def _known(self) -> dict[str, str]:
+        """Formats by module as far as they were asked for: mixtures have tens of thousands, asked for many times."""
+        return {}
+
+    @cached_property
+    def _excluded(self) -> Fits:
+        return _fits(self.exclude)
+
+    @cached_property
+    def _fitting(self) -> dict[Fits, str]:
+        return {_fits((pattern,)): name for pattern, name in self.overrides.items()}
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -91,7 +120,7 @@ class Scheme:
             *(("overrides", pattern) for pattern in self.overrides),
         ):
             fitting = (*names, *plain) if key == "exclude" else names
-            if any(fnmatchcase(name, pattern) for name in fitting):
+            if any(map(_fits((pattern,)), fitting)):
                 continue
             near = get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise RecipeError(
@@ -109,9 +138,10 @@ class Scheme:
 
     def _check_shadows(self, names: Iterable[str]) -> None:
         """Refuse overrides that other patterns come before everywhere, and a main format that no layer gets."""
-        left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.exclude)]
+        left = [name for name in names if not self._excluded(name)]
         for pattern in self.overrides:
-            rest = [name for name in left if not fnmatchcase(name, pattern)]
+            fits = _fits((pattern,))
+            rest = [name for name in left if not fits(name)]
             if len(rest) == len(left):
                 raise RecipeError(
                     f"the pattern {pattern!r} of quantization.overrides decides for no layer",
