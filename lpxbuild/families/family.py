@@ -245,9 +245,10 @@ def architecture_of(hf_config: Config) -> str | None:
 
 
 def _key_value_heads(config: Config, keys: Mapping[str, str], defaults: Config, heads: int) -> int:
-    # Configs older than grouped attention have no key: one KV head for each query head.
+    # Llama's configs older than grouped attention have no key: one KV head for each query head. In transformers, null
+    # means that in every family, and an absent key the number of the family's first model.
     key = keys.get("num_key_value_heads", "num_key_value_heads")
-    count = positive_int(config, key, defaults.get(key, heads))
+    count = positive_int(config, key, heads if key in config else defaults.get(key, heads))
     if heads % count:
         raise SourceError(
             f"config.json: {keys.get('num_attention_heads', 'num_attention_heads')} {heads} is not a multiple of "

@@ -13,6 +13,7 @@ FAMILY = Family(
     checked_against="oracle, transformers' logits",
     # transformers takes a window of 4096 where the key is absent; null switches it off.
     defaults={
+        "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,

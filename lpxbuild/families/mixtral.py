@@ -32,6 +32,7 @@ FAMILY = Family(
     checked_against="oracle, transformers' logits",
     attention=("sliding_window",),
     defaults={
+        "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-5,

@@ -58,6 +58,7 @@ FAMILY = Family(
     attention=("sliding_window", "mixed_layers"),
     checked_against="oracle, transformers' logits",
     defaults={
+        "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,

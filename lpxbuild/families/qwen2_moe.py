@@ -37,6 +37,7 @@ FAMILY = Family(
     architectures=("Qwen2MoeForCausalLM",),
     attention=("sliding_window",),
     defaults={
+        "num_key_value_heads": 16,
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,

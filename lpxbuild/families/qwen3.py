@@ -10,6 +10,7 @@ FAMILY = Family(
     architectures=("Qwen3ForCausalLM",),
     attention=("sliding_window", "mixed_layers"),
     defaults={
+        "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,

@@ -36,6 +36,7 @@ FAMILY = Family(
     architectures=("Qwen3MoeForCausalLM",),
     attention=("sliding_window",),
     defaults={
+        "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,

@@ -377,3 +377,31 @@ class TestSplits:
     def test_first_stages_take_the_remainder(self) -> None:
         assert stage_layers(10, 4) == [range(3), range(3, 6), range(6, 8), range(8, 10)]
         assert stage_layers(4, 1) == [range(4)]
+
+
+@pytest.mark.parametrize(
+    ("family", "absent"),
+    [
+        ("LlamaForCausalLM llama", 64),
+        ("MistralForCausalLM mistral", 8),
+        ("MixtralForCausalLM mixtral", 8),
+        ("Qwen2ForCausalLM qwen2", 32),
+        ("Qwen2MoeForCausalLM qwen2_moe", 16),
+        ("Qwen3ForCausalLM qwen3", 32),
+        ("Qwen3MoeForCausalLM qwen3_moe", 4),
+    ],
+)
+def test_kv_heads_that_config_does_not_name(family: str, absent: int) -> None:
+    """transformers 4.57: `Config(num_attention_heads=64).num_key_value_heads`, and the same with null given."""
+    architecture, kind = family.split()
+    config = {
+        "architectures": [architecture],
+        "model_type": kind,
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 64,
+        "vocab_size": 128,
+    }
+    assert family_for(config).model_shape(config).num_key_value_heads == absent
+    assert family_for(config).model_shape({**config, "num_key_value_heads": None}).num_key_value_heads == 64
