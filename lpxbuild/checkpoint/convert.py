@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
@@ -23,11 +22,11 @@ from lpxbuild.checkpoint.quantized_layout import StoredTensor, check_storable, s
 from lpxbuild.checkpoint.quantized_transfer import Place, attention_module
 from lpxbuild.checkpoint.rank_file import RankFile, rank_file_name
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
-from lpxbuild.checkpoint.resources import check_disk, fitting_workers
+from lpxbuild.checkpoint.running import guarded, host_error, notice_non_finite, plan_workers, run, usual_workers
 from lpxbuild.checkpoint.statistics import Extent
-from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources, Stopped
+from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources
 from lpxbuild.checkpoint.works import Work, works_of
-from lpxbuild.errors import HostError, RecipeError, SourceError
+from lpxbuild.errors import RecipeError, SourceError
 from lpxbuild.families import family_named
 from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
@@ -46,8 +45,6 @@ Advance = Callable[[int], None]
 T = TypeVar("T")
 
 UNQUANTIZED = Scheme()
-MOST_WORKERS = 4
-"""More threads than this wait for memory bandwidth or the disk."""
 
 
 def convert(
@@ -93,7 +90,7 @@ def convert(
         check_contents(source.quantization, mapped(source.tensors))
     else:
         _check_calibration(scheme, calibration, output)
-    workers = workers if workers is not None else min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    workers = workers if workers is not None else usual_workers()
     kind = SAFETENSORS_NAMES[dtype]
     tensors = list(plan(shape, tensor_parallel, pipeline_parallel))
     formats = linear_formats(tensors, scheme)
@@ -108,7 +105,15 @@ def convert(
         by_rank.setdefault(tensor.rank, []).append(tensor)
     files = {rank: RankFile.of(destination / rank_file_name(rank), by_rank[rank]) for rank in sorted(by_rank)}
     total = sum(file.size for file in files.values())
-    workers = _plan_resources(source, tensors, destination, total, min(workers, len(works)), output)
+    workers = plan_workers(
+        destination,
+        total,
+        min(workers, len(works)),
+        memory_each=WORKER_BYTES,
+        largest_mapping=_largest_mapping(source, tensors),
+        files=f" into {len(files)} rank file(s)",
+        output=output,
+    )
     with output.progress("checkpoint", total - sum(len(file.header) for file in files.values())) as advance:
         overflows, extents = _write(source, works, files, destination, kind, workers, advance)
     _carry_tokenizer(source, destination)
@@ -129,12 +134,12 @@ def convert(
     layers = quant_cfg(formats, scheme)
     if layers is not None:
         text = json.dumps(layers, indent=2) + "\n"
-        _guarded(destination / "quant_cfg.json", partial((destination / "quant_cfg.json").write_text, text))
+        guarded(destination / "quant_cfg.json", partial((destination / "quant_cfg.json").write_text, text))
     # Last, so that a folder with a config.json has all of its ranks.
     text = json.dumps(config, indent=2) + "\n"
-    _guarded(destination / "config.json", partial((destination / "config.json").write_text, text))
+    guarded(destination / "config.json", partial((destination / "config.json").write_text, text))
     _notice_overflows(overflows, dtype, output)
-    _notice_non_finite(extents, output)
+    notice_non_finite(extents, output)
     used = _read(source, tensors)
     report = ConversionReport(
         dtype=dtype,
@@ -220,35 +225,10 @@ def _check_types(source: Source, tensors: Sequence[RankTensor]) -> None:
             )
 
 
-def _plan_resources(
-    source: Source, tensors: Sequence[RankTensor], destination: Path, total: int, workers: int, output: Output
-) -> int:
-    """Say what is going to happen, and how many workers the host has room for.
-
-    Raises:
-        HostError: not even one fits, or the disk is too small.
-    """
+def _largest_mapping(source: Source, tensors: Sequence[RankTensor]) -> int:
     stored = () if source.quantization is None else source.quantization.expected
     names = {*_read(source, tensors), *(name for name in stored if name in source.tensors)}
-    largest = max(source.tensors[name].nbytes for name in names)
-    fit, needed, available = fitting_workers(workers, memory_each=WORKER_BYTES, largest_mapping=largest)
-    if fit == 0:
-        raise HostError(
-            f"the conversion needs {gigabytes(needed)} of memory, {gigabytes(available)} are available",
-            why="the limit is the least of free memory, the control group's and `ulimit -v`",
-            next="free memory or raise the limit, and build again",
-        )
-    if fit < workers:
-        output.notice(
-            f"checkpoint: {fit} of {workers} workers: {gigabytes(available)} of memory are available, "
-            f"each worker needs {gigabytes(needed // fit)}"
-        )
-    output.step(
-        f"checkpoint: plan: {gigabytes(total)} into {len({t.rank for t in tensors})} rank file(s), {fit} worker(s), "
-        f"memory needed {gigabytes(needed)}, available {gigabytes(available)}"
-    )
-    check_disk(destination, total)
-    return fit
+    return max(source.tensors[name].nbytes for name in names)
 
 
 def _write(
@@ -264,16 +244,16 @@ def _write(
     descriptors: dict[int, int] = {}
     try:
         for rank, file in files.items():
-            descriptors[rank] = _guarded(file.path, file.create)
+            descriptors[rank] = guarded(file.path, file.create)
         place = Place(files, descriptors, sources, dtype, advance, Event())
 
         def work(one: Work) -> None:
             try:
                 one(place)
             except OSError as error:
-                raise _host_error(Path(error.filename or destination), error) from error
+                raise host_error(Path(error.filename or destination), error) from error
 
-        _run(works, work, workers, place.stop)
+        run(works, work, workers, place.stop)
         by_tensor: dict[str, list[Extent]] = {}
         for piece, extent in place.extents.items():
             by_tensor.setdefault(piece.source, []).append(extent)
@@ -287,45 +267,6 @@ def _write(
         sources.close()
 
 
-def _run(tensors: Sequence[T], work: Callable[[T], None], workers: int, stop: Event) -> None:
-    """Do all work with `workers` threads; the first error, or Ctrl-C, stops the others between two blocks."""
-    if workers == 1:
-        for tensor in tensors:
-            work(tensor)
-        return
-    lock = Lock()
-    remaining: Iterator[T] = iter(tensors)
-    errors: list[BaseException] = []
-
-    def loop() -> None:
-        try:
-            while not stop.is_set():
-                with lock:
-                    tensor = next(remaining, None)
-                if tensor is None:
-                    return
-                work(tensor)
-        except Stopped:
-            return
-        except BaseException as error:
-            errors.append(error)
-            stop.set()
-
-    threads = [Thread(target=loop, name=f"convert-{number}") for number in range(workers)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        stop.set()
-        for thread in threads:
-            thread.join()
-        raise
-    if errors:
-        raise errors[0]
-
-
 def _carry_tokenizer(source: Source, destination: Path) -> None:
     files = tokenizer_files(source.path)
     if not files:
@@ -333,11 +274,11 @@ def _carry_tokenizer(source: Source, destination: Path) -> None:
     target = destination / "tokenizer"
     target.mkdir()
     for file in files:
-        _guarded(target / file.name, partial(shutil.copyfile, file, target / file.name))
+        guarded(target / file.name, partial(shutil.copyfile, file, target / file.name))
     # The ids that were settled from all of the source's files: models inside Triton read this one only.
     generation = {**source.generation_config, "eos_token_id": list(source.end_ids), "pad_token_id": source.pad_id}
     path = target / "generation_config.json"
-    _guarded(path, partial(path.write_text, json.dumps(generation, indent=2) + "\n"))
+    guarded(path, partial(path.write_text, json.dumps(generation, indent=2) + "\n"))
 
 
 def _notice_overflows(overflows: Sequence[OverflowedTensor], dtype: str, output: Output) -> None:
@@ -349,36 +290,3 @@ def _notice_overflows(overflows: Sequence[OverflowedTensor], dtype: str, output:
         f"checkpoint: {count} number(s) in {len(overflows)} tensor(s) are too large for {dtype} and became infinite "
         f"(largest {worst.largest:g}, in {worst.tensor} of rank {worst.rank}); set model.dtype to bfloat16 or float32"
     )
-
-
-def _notice_non_finite(extents: Mapping[str, Extent], output: Output) -> None:
-    broken = {name: extent.non_finite for name, extent in extents.items() if extent.non_finite}
-    if broken:
-        first = next(iter(broken))
-        more = f" and {len(broken) - 1} more tensor(s)" if len(broken) > 1 else ""
-        output.notice(
-            f"checkpoint: the source has {sum(broken.values())} weight(s) that are NaN or infinite, in {first}{more}; "
-            "answers will be wrong: get the model's files again"
-        )
-
-
-def _guarded(path: Path, action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except OSError as error:
-        raise _host_error(path, error) from error
-
-
-_REASONS = {
-    errno.ENOSPC: ("no space is left on the device", "free space there, or set LPX_CACHE to a larger disk"),
-    errno.EDQUOT: ("the disk quota is used up", "free space there, or set LPX_CACHE to another disk"),
-    errno.EFBIG: (
-        "the file is too large: a limit of this process (ulimit -f) or of the file system",
-        "raise the limit, or set LPX_CACHE to another file system",
-    ),
-}
-
-
-def _host_error(path: Path, error: OSError) -> HostError:
-    reason, remedy = _REASONS.get(error.errno or 0, (f"{error.strerror or error}", "check the folder and its disk"))
-    return HostError(f"{path} could not be written", why=reason, next=remedy)

@@ -21,6 +21,7 @@ import pytest
 
 from lpxbuild.checkpoint import convert, resources
 from lpxbuild.checkpoint.resources import fitting_workers
+from lpxbuild.checkpoint.unified import convert_unified
 from lpxbuild.errors import HostError, SourceError
 from lpxbuild.memory import available_memory
 from lpxbuild.output import Output
@@ -269,10 +270,11 @@ class TestMemoryLimits:
         with pytest.raises(HostError, match=r"needs 25\.2 MB of memory, 12\.0 MB are available"):
             convert(source, tmp_path / "out", dtype="auto")
 
-    def test_notice(self, monkeypatch: pytest.MonkeyPatch, source: Source, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("write", [convert, convert_unified])
+    def test_notice(self, monkeypatch: pytest.MonkeyPatch, source: Source, tmp_path: Path, write: Any) -> None:
         monkeypatch.setattr(resources, "available_memory", lambda: 60_000_000)
         output = Output.quiet()
-        assert convert(source, tmp_path / "out", dtype="auto", workers=8, output=output).workers == 2
+        assert write(source, tmp_path / "out", dtype="auto", workers=8, output=output).workers == 2
         assert output.notices == [
             "checkpoint: 2 of 8 workers: 60.0 MB of memory are available, each worker needs 25.2 MB"
         ]

@@ -15,10 +15,9 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from lpxbuild.checkpoint.cast import NUMPY_TYPES, SAFETENSORS_NAMES
-from lpxbuild.checkpoint.convert import MOST_WORKERS, _guarded, _host_error, _notice_non_finite, _run
 from lpxbuild.checkpoint.reexpress_unified import QuantizedWork, cache_calibration, check_source, modelopt_scheme
 from lpxbuild.checkpoint.report import ConversionReport, OverflowedTensor, RankStatistics
-from lpxbuild.checkpoint.resources import check_disk, fitting_workers
+from lpxbuild.checkpoint.running import guarded, host_error, notice_non_finite, plan_workers, run, usual_workers
 from lpxbuild.checkpoint.transfer import WORKER_BYTES, Sources
 from lpxbuild.checkpoint.unified.checks import check_unified
 from lpxbuild.checkpoint.unified.encoding import ENCODINGS, stored
@@ -28,7 +27,7 @@ from lpxbuild.checkpoint.unified.quant_config import hf_quant_config, quantizati
 from lpxbuild.checkpoint.unified.shards import INDEX, MAX_SHARD_BYTES, Shard, StoredTensor, index_text, split
 from lpxbuild.checkpoint.unified.smoothing import SMOOTHED, Smoothing, folds, smoothings
 from lpxbuild.checkpoint.unified.writing import CopyWork, FoldWork, GroupWork, Place, Work, input_largest
-from lpxbuild.errors import HostError, RecipeError, SourceError
+from lpxbuild.errors import RecipeError, SourceError
 from lpxbuild.memory import gigabytes
 from lpxbuild.output import Output
 from lpxbuild.quantization import fp8
@@ -107,10 +106,10 @@ def convert_unified(
     shards = split(destination, tensors, max_shard_bytes)
     total = sum(shard.size for shard in shards)
     used = [source.tensors[name] for name in modules.tensors if already is None or name in source.tensors]
-    workers = _plan_resources(
+    workers = plan_workers(
         destination,
         total,
-        workers if workers is not None else min(len(os.sched_getaffinity(0)), MOST_WORKERS),
+        workers if workers is not None else usual_workers(),
         memory_each=_memory_each(modules, formats),
         largest_mapping=max(entry.nbytes for entry in used),
         output=output,
@@ -260,29 +259,6 @@ def _memory_each(modules: Modules, formats: Mapping[str, str]) -> int:
     return max(WORKER_BYTES, 16 * max(whole, default=0))
 
 
-def _plan_resources(
-    destination: Path, total: int, workers: int, *, memory_each: int, largest_mapping: int, output: Output
-) -> int:
-    """Say what is going to happen, and how many workers the host has room for.
-
-    Raises:
-        HostError: not even one fits, or the disk is too small.
-    """
-    fit, needed, available = fitting_workers(workers, memory_each=memory_each, largest_mapping=largest_mapping)
-    if fit == 0:
-        raise HostError(
-            f"the conversion needs {gigabytes(needed)} of memory, {gigabytes(available)} are available",
-            why="the limit is the least of free memory, the control group's and `ulimit -v`",
-            next="free memory or raise the limit, and build again",
-        )
-    output.step(
-        f"checkpoint: plan: {gigabytes(total)}, {fit} worker(s), "
-        f"memory needed {gigabytes(needed)}, available {gigabytes(available)}"
-    )
-    check_disk(destination, total)
-    return fit
-
-
 def _write(
     source: Source,
     shards: Sequence[Shard],
@@ -299,7 +275,7 @@ def _write(
     descriptors: list[int] = []
     try:
         for shard in shards:
-            descriptors.append(_guarded(shard.path, shard.create))
+            descriptors.append(guarded(shard.path, shard.create))
             open_shards.update(dict.fromkeys(shard.offsets, (shard, descriptors[-1])))
         place = Place(open_shards, {tensor.name: tensor for tensor in tensors}, sources, kind, stop, advance)
 
@@ -307,12 +283,12 @@ def _write(
             try:
                 each(place)
             except OSError as error:
-                raise _host_error(shards[0].path.parent, error) from error
+                raise host_error(shards[0].path.parent, error) from error
 
         for attention, largest in key_values.items():
             for name, value in zip(_scale_names(attention), largest):
                 place.number(name, value / fp8.MAX or 1.0)
-        _run(works, work, workers, stop)
+        run(works, work, workers, stop)
         return place
     finally:
         for descriptor in descriptors:
@@ -331,7 +307,7 @@ def _config(source: Source, dtype: str, quant_config: Mapping[str, Any] | None) 
 
 
 def _write_text(path: Path, text: str) -> None:
-    _guarded(path, partial(path.write_text, text))
+    guarded(path, partial(path.write_text, text))
 
 
 def _notice(place: Place, dtype: str, output: Output) -> None:
@@ -342,4 +318,4 @@ def _notice(place: Place, dtype: str, output: Output) -> None:
             f"checkpoint: {count} number(s) in {len(place.overflows)} tensor(s) are too large for {dtype} and became "
             f"infinite (largest {place.overflows[worst].largest:g}, in {worst}); set model.dtype to bfloat16 or float32"
         )
-    _notice_non_finite(place.extents, output)
+    notice_non_finite(place.extents, output)

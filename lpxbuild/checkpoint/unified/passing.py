@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpxbuild.checkpoint.convert import _guarded
 from lpxbuild.checkpoint.report import ConversionReport, RankStatistics
 from lpxbuild.checkpoint.resources import check_disk
+from lpxbuild.checkpoint.running import guarded
 from lpxbuild.source.code import code_files
 from lpxbuild.source.folder import (
     CONFIG,
@@ -39,7 +39,7 @@ def carry(source: Source, destination: Path, names: tuple[str, ...] = BESIDE) ->
     for name in (*names, *(file.name for file in code_files(source.path))):
         file = source.path / name
         if file.is_file():
-            _guarded(destination / name, partial(shutil.copyfile, file, destination / name))
+            guarded(destination / name, partial(shutil.copyfile, file, destination / name))
 
 
 def pass_through(source: Source, destination: Path, *, advance: Callable[[int], None]) -> ConversionReport:
@@ -53,7 +53,7 @@ def pass_through(source: Source, destination: Path, *, advance: Callable[[int], 
     check_disk(destination, sum(file.stat().st_size for file in files))
     counts = {file: sum(entry.file == file for entry in source.tensors.values()) for file in files}
     for file in files:
-        _guarded(destination / file.name, partial(_copy, file, destination / file.name, advance))
+        guarded(destination / file.name, partial(_copy, file, destination / file.name, advance))
     carry(source, destination, (*BESIDE, *QUANTIZATION_FILES, INDEX))
     # Last, so that a folder with a config.json has all of its weights.
     carry(source, destination, (CONFIG,))
