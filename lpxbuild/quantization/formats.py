@@ -56,7 +56,7 @@ FORMATS = MappingProxyType(
             Format("int4_rtn", "W4A16_AWQ", 4, _TRT, _TRT_BACKENDS, 80, False, _BLACKWELL_DATACENTER),
             Format("int4_awq", "W4A16_AWQ", 4, _BOTH, _NO_VLLM, 80, True, _BLACKWELL_DATACENTER),
             Format("w4a8_awq", "W4A8_AWQ", 4, _BOTH, _NO_VLLM, 89, True, _BLACKWELL_DATACENTER),
-            Format("int8_sq", "W8A8_SQ_PER_CHANNEL", 8, _BOTH, _TRT_BACKENDS, 80, True, _BLACKWELL_DATACENTER),
+            Format("int8_sq", "W8A8_SQ_PER_CHANNEL", 8, _TRT, _TRT_BACKENDS, 80, True, _BLACKWELL_DATACENTER),
             Format("fp8", "FP8", 8, _BOTH, _EVERY, 89, True),
             Format("fp8_pc_pt", "FP8_PER_CHANNEL_PER_TOKEN", 8, _BOTH, _EVERY, 89, False, _BLACKWELL_DATACENTER),
             Format("nvfp4", "NVFP4", 4, _BOTH, _EVERY, 100, True),
