@@ -371,11 +371,8 @@ class _Build:
         return dict(sorted(found.items()))
 
     def _finish(self, versions: Mapping[str, str], failure: EvidenceFailed | None) -> BuildResult:
-        texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path)}
-        evidence, files = evidences.collected(
-            self.artifacts, failure, self.left_out, self.workspace.manifest(), self.workspace.root
-        )
-        texts |= files
+        evidence, files = evidences.collected(self.artifacts, failure, self.left_out, self.workspace)
+        texts = {"recipe.yaml": recipe_text(self.recipe, self.recipe_path), **files}
         state = evidences.state_of(self.artifacts, evidence, failure, verify_required=self.recipe.verify.required)
         if "repository" in self.artifacts:
             evidence["repository"] = self.artifacts["repository"].digest

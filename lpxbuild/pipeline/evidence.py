@@ -25,13 +25,12 @@ def collected(
     artifacts: Mapping[str, Artifact],
     failure: EvidenceFailed | None,
     left_out: Mapping[str, str],
-    before: Manifest | None,
-    root: Path,
+    workspace: Workspace,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The manifest's `evidence`, and the reports as files of the build folder by relative name.
 
     Args:
-        before: the manifest of the build folder `root` so far.
+        workspace: the build folder as it was so far.
     """
     evidence: dict[str, Any] = {"ran": []}
     texts: dict[str, str] = {}
@@ -52,10 +51,10 @@ def collected(
             continue
         evidence["ran"].append(stage.name)
     if "verify" not in evidence:
-        verdict, names = standing(before, artifacts, root)
+        verdict, names = standing(workspace.manifest(), artifacts, workspace.root)
         if verdict:
             evidence |= {"verify": verdict, "ran": ["verify", *evidence["ran"]]}
-            texts |= {name: (root / name).read_text(encoding="utf-8") for name in names}
+            texts |= {name: (workspace.root / name).read_text(encoding="utf-8") for name in names}
     return evidence, texts
 
 
