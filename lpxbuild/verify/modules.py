@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lpxbuild.verify.metrics import signal
+from lpxbuild.verify.metrics import Signal, signal
 from lpxbuild.verify.thresholds import EXACT, LIMITS, ROUNDED, Floor
 from lpxbuild.verify.verdict import Module
 
@@ -72,13 +72,8 @@ def judge(
         if fast and point in ("embedding", "logits"):
             kind, format_name = "linear", "int8_wo"
         floor = _floor(kind, format_name, stored, dtype)
-        why = ""
-        if found.snr_db < floor.snr_db:
-            why = f"{found.snr_db:.1f} dB, at least {floor.snr_db:g} are expected"
-        elif found.worst_block_db < floor.worst_block_db:
-            why = f"a block of it has {found.worst_block_db:.1f} dB, at least {floor.worst_block_db:g} are expected"
-        elif abs(found.gain - 1) > floor.gain:
-            why = f"its size is {found.gain - 1:+.1%} off, at most ±{floor.gain:.1%} is expected"
+        why = _below(found, floor)
+        lossy = LIMITS[format_name].lossy if kind in ("linear", "several") else None
         yield Module(
             point=point,
             name=name,
@@ -90,7 +85,19 @@ def judge(
             floor_db=floor.snr_db,
             ok=not why,
             why=why,
+            lossy=_below(found, lossy) if lossy is not None and not why else "",
         )
+
+
+def _below(found: Signal, floor: Floor) -> str:
+    """What does not reach the floor; empty where all does."""
+    if found.snr_db < floor.snr_db:
+        return f"{found.snr_db:.1f} dB, at least {floor.snr_db:g} are expected"
+    if found.worst_block_db < floor.worst_block_db:
+        return f"a block of it has {found.worst_block_db:.1f} dB, at least {floor.worst_block_db:g} are expected"
+    if abs(found.gain - 1) > floor.gain:
+        return f"its size is {found.gain - 1:+.1%} off, at most ±{floor.gain:.1%} is expected"
+    return ""
 
 
 _PARTS = (

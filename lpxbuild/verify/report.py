@@ -48,7 +48,7 @@ def as_text(verdict: Verdict, output: Output) -> str:
                 module.format,
                 f"{module.snr_db:.1f}",
                 f"{module.gain:.4f}",
-                "ok" if module.ok else f"WRONG: {module.why}",
+                f"lossy: {module.lossy}" if module.lossy else "ok" if module.ok else f"WRONG: {module.why}",
             )
             for module in shown
         ]
@@ -159,7 +159,7 @@ def _module_table(modules: Sequence[Module]) -> str:
     rows = "".join(
         f'<tr class="{"" if module.ok else "bad"}"><td>{escape(module.name)}</td><td>{escape(module.format)}</td>'
         f"<td>{module.snr_db:.1f}</td><td>{module.worst_block_db:.1f}</td><td>{module.gain:.4f}</td>"
-        f"<td>{escape(module.why) or 'ok'}</td></tr>"
+        f"<td>{escape(module.why or module.lossy) or 'ok'}</td></tr>"
         for module in modules
     )
     head = "<tr><th>module</th><th>format</th><th>SNR dB</th><th>worst block dB</th><th>gain</th><th></th></tr>"

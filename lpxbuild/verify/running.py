@@ -200,6 +200,7 @@ class _Comparison:
         if not tokens.finite:
             reasons.insert(0, "some logits are inf or nan")
         failed = bool(reasons)
+        reasons += [f"{module.name} is lossy: {module.lossy}" for module in modules if module.lossy]
         for one in found:
             if one.status != "pass":
                 bound = one.fail if one.status == "fail" else one.warn

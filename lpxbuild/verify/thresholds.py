@@ -33,15 +33,21 @@ class Floor:
 
 @dataclass(frozen=True)
 class FormatLimits:
-    """One row of the table."""
+    """One row of the table.
+
+    Attributes:
+        floor: below it a module is wrong.
+        lossy: below it a module is named in a warning; None = the format's loss is known well enough for one floor.
+    """
 
     warn: Bounds
     fail: Bounds
     floor: Floor
+    lossy: Floor | None = None
 
 
-_INT4 = FormatLimits(Bounds(0.75, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(8.0, -1.0, 0.04))
-_FP4 = FormatLimits(Bounds(0.75, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(9.0, -1.0, 0.04))
+_INT4 = FormatLimits(Bounds(0.75, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(8.0, -1.0, 0.05))
+_FP4 = FormatLimits(Bounds(0.75, 0.15, 0.12), Bounds(0.3, 0.8, 0.6), Floor(9.0, -1.0, 0.05))
 _FP8 = FormatLimits(Bounds(0.9, 0.03, 0.02), Bounds(0.6, 0.2, 0.15), Floor(22.0, 10.0, 0.02))
 
 LIMITS = MappingProxyType(
@@ -52,7 +58,11 @@ LIMITS = MappingProxyType(
         "int4_rtn": _INT4,
         "int4_awq": _INT4,
         "w4a8_awq": _INT4,
-        "int8_sq": FormatLimits(Bounds(0.88, 0.05, 0.04), Bounds(0.6, 0.3, 0.2), Floor(24.0, 10.0, 0.02)),
+        # What SmoothQuant loses depends on how far its factors lie apart: SmolLM2 has modules with 5 dB, and so does
+        # the same arithmetic written anew. So only what no rounding explains is wrong; the rest is said.
+        "int8_sq": FormatLimits(
+            Bounds(0.88, 0.05, 0.04), Bounds(0.6, 0.3, 0.2), Floor(3.0, -2.0, 0.3), lossy=Floor(24.0, 10.0, 0.02)
+        ),
         "fp8": _FP8,
         "fp8_pc_pt": _FP8,
         "nvfp4": _FP4,
@@ -100,9 +110,9 @@ def markdown_table() -> str:
             )
             for b in (row.warn, row.fail)
         ]
-        floor = row.floor
-        lines.append(
-            f"| `{name}` | {cells[0]} | {cells[1]} | {floor.snr_db:g} dB | {floor.worst_block_db:g} dB "
-            f"| ±{100 * floor.gain:g} % |"
-        )
+        floors = [row.floor] if row.lossy is None else [row.floor, row.lossy]
+        snr = ", lossy ".join(f"{floor.snr_db:g} dB" for floor in floors)
+        block = ", lossy ".join(f"{floor.worst_block_db:g} dB" for floor in floors)
+        gain = ", lossy ".join(f"±{100 * floor.gain:g} %" for floor in floors)
+        lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {snr} | {block} | {gain} |")
     return "\n".join(lines) + "\n"

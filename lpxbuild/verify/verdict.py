@@ -39,7 +39,8 @@ class Module:
         name: in words of the checkpoint ("transformer.layers.1.attention.qkv (k)").
         source: the Hugging Face module.
         format: of its weights.
-        ok: it keeps what a sound module of its format keeps.
+        ok: it keeps what a sound module of its format keeps; `why` not.
+        lossy: it loses more than its format should, but not more than rounding can: a warning.
     """
 
     point: str
@@ -52,6 +53,7 @@ class Module:
     floor_db: float
     ok: bool
     why: str = ""
+    lossy: str = ""
 
 
 @dataclass(frozen=True)

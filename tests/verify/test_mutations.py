@@ -181,7 +181,12 @@ MUTATIONS: dict[str, tuple[tuple[str, dict[str, Any]], Plant, str]] = {
     "factors of the input not applied": (
         ("llama", {"scheme": "int4_awq"}),
         one(layer(3, "attention.qkv.prequant_scaling_factor"), np.ones_like),
-        "layers.3.attention.qkv (q)",
+        "layers.3.attention.qkv",  # one factor for q, k and v; which of them is named first depends on the noise
+    ),
+    "k and v swapped under SmoothQuant": (
+        ("llama", {"scheme": "int8_sq"}),
+        one(layer(1, "attention.qkv.weight"), rows(2 * Q, 2 * Q + 4 * K, halves)),
+        "layers.1.attention.qkv (k)",
     ),
 }
 EVERYDAY = {
@@ -232,6 +237,18 @@ def test_planted_error_fails_and_is_named(
     assert verdict.status == "fail"
     assert module in verdict.wrong[0].name, [f"{each.name}: {each.why}" for each in verdict.wrong[:4]]
     assert verdict.wrong[0].name in verdict.summary()
+
+
+@pytest.mark.full
+def test_a_scale_5_percent_off_is_only_a_warning_under_smoothquant(
+    built: Any, planted: Any, compare: Any, speaking_models: Any, tmp_path: Path
+) -> None:
+    """What this format loses by itself differs too much between modules: the module is named, the build not failed."""
+    sound = sound_build(built, speaking_models, "llama", {"scheme": "int8_sq"})
+    error = one(layer(2, "attention.dense.weights_scaling_factor"), lambda scale: scale * np.float32(1.05))
+    verdict = compare(planted(sound, error), tmp_path)
+    assert verdict.status == "warn"
+    assert "layers.2.attention.dense" in next(module.name for module in verdict.modules if module.lossy)
 
 
 def test_there_are_twenty_and_more() -> None:
