@@ -3,6 +3,10 @@
 Both come from the same texts; ModelOpt calibrates a second time by itself. Activations are quantized on both sides,
 each with its own scales (lpx's are those in the checkpoint: one for q, k and v, as TensorRT-LLM wants it); int4_awq
 has none. The KV cache is left alone. Computed in float32 by transformers.
+
+TensorRT-LLM fuses q, k and v (and, for FP8 and NVFP4, gate and up), which then share scales and factors; ModelOpt's
+export makes them so. The comparison is with ModelOpt's model behind that step. Before it, the two differ by rounding
+alone, but a thousand tokens see that as one or two percent of perplexity, to either side: that bound is wider.
 """
 
 from __future__ import annotations
@@ -168,7 +172,8 @@ def test_smollm2(tmp_path: Path, reference_python: Path, smollm2: Path) -> None:
     found = compared(reference_python, tmp_path, folder, batches, text, made)
     print(json.dumps(found, indent=1))
     for name in SCHEMES:
-        assert found[name]["ours"] == pytest.approx(found[name]["theirs"], rel=0.005), name
+        assert found[name]["ours"] == pytest.approx(found[name]["merged"], rel=0.005), name
+        assert found[name]["ours"] == pytest.approx(found[name]["theirs"], rel=0.03), name
         rise = found[name]["ours"] / found["plain"] - 1
         print(f"{name}: {found[name]['ours']:.4f}, {rise:+.2%} over the source")
         assert rise < WARNS_ABOVE.get(name, 1.0), name

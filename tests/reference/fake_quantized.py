@@ -3,10 +3,10 @@
 usage: fake_quantized.py JOB.json with {folder, batches, text, forms: {name: {preset, group_size, ours}}, out}. ModelOpt
 calibrates by itself on the batches. The weights of `ours` (safetensors: <module>.weight dequantized, .pre_quant_scale,
 .activation_scale and .weight_scale_2 where the format has them) then take the place of ModelOpt's in the same model,
-together with their own activation scales, so that both sides quantize activations. Everything is computed in
-float32.
-out: JSON, {"plain": perplexity, name: {"theirs": …, "merged": …, "ours": …}}; merged: ModelOpt's model with one
-scale and one set of factors for q, k and v, as its export to TensorRT-LLM prepares it.
+together with their own activation scales, so that both sides quantize activations. Everything is computed in float32.
+out: JSON, {"plain": perplexity, name: {"theirs": …, "merged": …, "ours": …}}; merged: ModelOpt's model with one scale
+and one set of factors for q, k and v (FP8 and NVFP4: for gate and up as well), as its export to TensorRT-LLM prepares
+it.
 
 ModelOpt's NVFP4 kernel needs a GPU; here its NVFP4QTensor, which its export uses, quantizes and dequantizes instead.
 """
@@ -77,21 +77,27 @@ def quantized(job: dict, form: dict) -> torch.nn.Module:
     return mtq.quantize(model, config, forward_loop)
 
 
-def merged(model: torch.nn.Module) -> torch.nn.Module:
-    """One scale and one set of factors for q, k and v, as ModelOpt's export to TensorRT-LLM makes them."""
+def merged(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """One scale and one set of factors for what TensorRT-LLM fuses, made by the function of ModelOpt's own export."""
     for layer in model.modules():
         if hasattr(layer, "q_proj"):
             preprocess_linear_fusion([layer.q_proj, layer.k_proj, layer.v_proj])
+        if hasattr(layer, "gate_proj") and name in ("fp8", "nvfp4"):
+            preprocess_linear_fusion([layer.gate_proj, layer.up_proj])
     return model
 
 
 def measured(model: torch.nn.Module, name: str, text: list[list[int]]) -> float:
-    """Perplexity in float32."""
+    """Perplexity in float32; weights are quantized once and stay so."""
     model = model.float()
-    if name == "nvfp4":
-        for _, layer in linears(model):
+    for _, layer in linears(model):
+        if name == "nvfp4":
             nvfp4(layer.weight_quantizer)
             nvfp4(layer.input_quantizer)
+        with torch.inference_mode():
+            layer.weight.data = layer.weight_quantizer(layer.weight).clone()
+    for _, layer in linears(model):
+        layer.weight_quantizer.forward = lambda values: values
     return perplexity(model, text)
 
 
@@ -110,18 +116,14 @@ def main(path: str) -> None:
     for name, form in job["forms"].items():
         model = quantized(job, form)
         theirs = measured(copy.deepcopy(model), name, job["text"])
-        model = merged(model)
+        model = merged(model, name)
         merged_theirs = measured(model, name, job["text"])
         ours = load_file(form["ours"])
-        for module, layer in list(linears(model)):
+        for module, layer in linears(model):
             layer.weight.data = ours[f"{module}.weight"]
             if name == "w4a8_awq":  # its kernel rounds the decoded weights to FP8, with the second scale
-                layer.weight_quantizer[0].disable()
-                layer.weight_quantizer[1]._amax = (ours[f"{module}.weight_scale_2"] * 448).reshape(())
-            else:
-                layer.weight_quantizer.disable()
-            if name == "nvfp4":
-                layer.weight_quantizer.forward = lambda values: values
+                scale = ours[f"{module}.weight_scale_2"]
+                layer.weight.data = (layer.weight / scale).to(torch.float8_e4m3fn).float() * scale
             quantizer = layer.input_quantizer
             if hasattr(quantizer, "_pre_quant_scale"):
                 quantizer._pre_quant_scale = ours[f"{module}.pre_quant_scale"]
