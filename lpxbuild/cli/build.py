@@ -26,7 +26,7 @@ def build(
         typer.Option(
             "--to",
             metavar="STAGE",
-            help="Stop after STAGE: source, checkpoint, engine, repository.",
+            help="Stop after STAGE: source, calibration, checkpoint, engine, repository.",
             autocompletion=completion.stages,
         ),
     ] = None,
@@ -46,7 +46,7 @@ def build(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Turn a recipe into a proven build: source, checkpoint, engine, repository, smoke test."""
+    """Turn a recipe into a proven build: source, calibration, checkpoint, engine, repository, verify, smoke test."""
     with running(json, quiet) as output:
         from lpxbuild.pipeline.command import build as run
 

@@ -79,7 +79,7 @@ def test_recipes_are_listed_and_printed() -> None:
         ("lpx build sub", ["sub/"]),
         ("lpx build sub/", ["sub/other.yml"]),
         ("lpx build nowhere/", []),
-        ("lpx build a.yaml --to ", ["source", "checkpoint", "engine", "repository"]),
+        ("lpx build a.yaml --to ", ["source", "calibration", "checkpoint", "engine", "repository"]),
         ("lpx build a.yaml --backend op", ["openvino"]),
         ("lpx recipes smollm2-135m-int8", ["smollm2-135m-int8-tp3"]),
     ],

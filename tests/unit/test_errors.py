@@ -8,12 +8,12 @@ from pathlib import Path
 
 import lpxbuild
 from lpxbuild import errors
-from lpxbuild.pipeline.stages import SmokeFailed
+from lpxbuild.pipeline.stages import EvidenceFailed
 
 CLASSES = {
     name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.LpxError)
 }
-CLASSES.add(SmokeFailed.__name__)
+CLASSES.add(EvidenceFailed.__name__)
 
 
 def constructions() -> list[tuple[str, ast.Call]]:
