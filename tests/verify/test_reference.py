@@ -55,7 +55,8 @@ def test_layer_by_layer_equals_the_whole_model(
         assert outcome.result["answers"] == [{"ids": given[0], "complete": True}]
     one, other = (outcome.point_files() for outcome in outcomes)
     assert one.keys() == other.keys()
-    assert len(one) > 4 * 9
+    # Eight places in each of four layers even where q, k and v are one (Falcon), the embedding and the last norm.
+    assert len(one) >= 4 * 8 + 2
     for point in one:
         assert np.abs(np.load(one[point]) - np.load(other[point])).max() < 1e-6, point
 
