@@ -21,8 +21,7 @@ from lpxbuild.verify.sides import BOOTSTRAP, REFERENCE, Job, Transformers
 pytestmark = pytest.mark.slow
 
 # What differs in a model's body: tied, learned positions, two RoPE bases, experts, ALiBi and a fused projection.
-NAMES = ["llama_tied_rope_yarn", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "gemma3_text"))]
-NAMES += [pytest.param(name, marks=pytest.mark.full) for name in ("mixtral", "falcon_rw", "qwen2_mixed_layers")]
+NAMES = ["llama_tied_rope_yarn", "gpt2", "gemma3_text", "mixtral", "falcon_rw", "qwen2_mixed_layers"]
 
 
 def side(folder: Path, python: Path, log: Path, *, layerwise: bool = False) -> Transformers:
@@ -35,6 +34,7 @@ def job_of(folder: Path) -> tuple[Job, Any]:
     return Job((ids, ids[:50]), ids[:40], (prompt,), (), 32), reference
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_by_layer_equals_the_whole_model(
     name: str, tiny_models: Path, reference_python: Path, tmp_path: Path
